@@ -20,6 +20,7 @@ CARDS = "model_cards"
 SHOWN = {"configs/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md"}
 WIDTH = 88  # of code: what a window of 1,280 pixels shows beside the navigation
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+HYPHENATED = re.compile(r"(?<![\w/-])-{0,2}[\w]+(?:-\w+)+|-{1,2}\w+")
 # A word of a shell command, with the blanks before it.
 WORD = re.compile(r"""\s*(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""")
 
@@ -41,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "families/index.md": families(),
     }
     readme = (ROOT / "README.md").read_text()
-    pages["coming_from.md"] = relinked(f"#{section(readme, 'Coming from other tools')}")
+    pages["coming_from.md"] = relinked(section(readme, "Coming from other tools"))
     for source, place in SHOWN.items():
         pages[place] = relinked((ROOT / source).read_text())
     for card in cards():
@@ -61,13 +62,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return BASH.sub(lambda block: f"```bash\n{wrapped(block[1])}```", markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Names of options are not broken at their hyphens."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html)
+
+
 def repository(pyproject: str) -> str | None:
     """The address in [project.urls], if it has one."""
     return tomllib.loads(pyproject)["project"].get("urls", {}).get("Repository")
 
 
 def section(text: str, heading: str) -> str:
-    """The section of a page, from its heading on."""
+    """The section of a page, with its heading as a title."""
     (found,) = re.findall(rf"^#(# {heading}\n.*?)(?=^## |\Z)", text, re.M | re.S)
     return found
 
@@ -128,10 +134,9 @@ def command_line() -> str:
     named = list(dict.fromkeys(re.findall(r"(?<=dlm-bridge )[a-z][a-z-]+", tasks)))
     found = sorted(commands(root, ""), key=lambda one: (*named, one[0].split()[0]).index(one[0].split()[0]))
     contents = ["| command | |", "|---|---|"]
-    contents += [
-        f"| [`{path}`](#{path.replace(' ', '-')}) | {escaped((command.help or '').split('. ')[0].split(chr(10) * 2)[0])} |"
-        for path, command in found
-    ]
+    for path, command in found:
+        sentence = re.split(r"\.\s", f"{command.help} ")[0]
+        contents.append(f"| [`{path}`](#{path.replace(' ', '-')}) | {escaped(sentence)} |".replace("\n", " "))
     parts = [
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
