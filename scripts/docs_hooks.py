@@ -19,7 +19,8 @@ CARDS = "model_cards"
 # Pages of the repository that are shown as they are, by their place in the site.
 SHOWN = {"configs/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md"}
 WIDTH = 88  # of code: what a window of 1,280 pixels shows beside the navigation
-BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+SHELL = re.compile(r"^```(?:bash)?\n.*?^```$", re.M | re.S)
+COMMAND = re.compile(r"(?:dlm-bridge|torchrun|python3?|make|lmdeploy|bash|[A-Z_]+=\S+) ")
 HYPHENATED = re.compile(r"(?<![\w/-])-{0,2}[\w]+(?:-\w+)+|-{1,2}\w+")
 # A word of a shell command, with the blanks before it.
 WORD = re.compile(r"""\s*(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""")
@@ -59,12 +60,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for source, place in SHOWN.items():
         markdown = markdown.replace(f"](../{source}", f"]({place}")
     markdown = markdown.replace("](../README.md#coming-from-other-tools)", "](coming_from.md)")
-    return BASH.sub(lambda block: f"```bash\n{wrapped(block[1])}```", markdown)
+    return SHELL.sub(lambda block: wrapped(block[0]), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Names of options are not broken at their hyphens."""
-    return re.sub(r"<code>[^<]*</code>", lambda code: HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html)
+    return re.sub(
+        r"<code>[^<]*</code>", lambda code: HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html
+    )
 
 
 def repository(pyproject: str) -> str | None:
@@ -78,27 +81,31 @@ def section(text: str, heading: str) -> str:
     return found
 
 
-def wrapped(code: str) -> str:
-    """Shell commands in lines of at most `WIDTH` characters, a comment behind a long command in front of it."""
-    if "<<" in code:
-        return code
-    lines = []
-    for line in code.splitlines():
-        if len(line) > WIDTH and (found := re.fullmatch(r"([^#'\"]*\S)\s+(# .*)", line)):
-            lines.append(found[2])
-            line = found[1]
-        lines += wrapped_command(line) if len(line) > WIDTH and not line.startswith("#") else [line]
-    return "".join(f"{line}\n" for line in lines)
+def wrapped(block: str) -> str:
+    """A block with its commands in lines of at most `WIDTH` characters, a comment behind a long one in front of it."""
+    lines: list[str] = []
+    command: list[str] = []
+    for line in block.splitlines():
+        command.append(line)
+        if line.endswith("\\"):
+            continue
+        if max(map(len, command)) > WIDTH and COMMAND.match(command[0]):
+            command = wrapped_command(" ".join(part.removesuffix("\\").strip() for part in command))
+        lines += command
+        command = []
+    return "\n".join(lines + command)
 
 
-def wrapped_command(line: str) -> list[str]:
-    """A long command, continued in front of options where that is enough."""
-    continued = line.endswith("\\")
-    command = line.removesuffix("\\").rstrip()
+def wrapped_command(command: str) -> list[str]:
+    """A command, continued in front of options where that is enough."""
     try:
-        shlex.split(command)
+        shlex.split(command, comments=True)
     except ValueError:  # a text that goes on in the next line
-        return [line]
+        return [command]
+    lines = []
+    if found := re.fullmatch(r"""((?:'[^']*'|"[^"]*"|[^#'"])*\S)\s+(# .*)""", command):
+        command = found[1]
+        lines.append(found[2])
     parts: list[str] = []
     for word in WORD.findall(command):
         value = parts and parts[-1].lstrip().startswith("--") and not word.lstrip().startswith(("-", "|", "&"))
@@ -106,13 +113,14 @@ def wrapped_command(line: str) -> list[str]:
             parts[-1] += word
         else:
             parts.append(word)
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1] + part) + 2 > WIDTH:
-            lines.append(f"    {part.lstrip()}")
+    line = ""
+    for part in parts:
+        if line and len(line + part) + 2 > WIDTH:
+            lines.append(f"{line} \\")
+            line = f"    {part.lstrip()}"
         else:
-            lines[-1] += part
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1] + (" \\" if continued else "")]
+            line += part
+    return [*lines, line]
 
 
 def cards() -> list[Path]:
