@@ -1,8 +1,9 @@
-"""Package discovery: every package below dlm_bridge/, and the folders that are installed inside it. The long description.
+"""The package's folders and long description.
 
-`dlm_bridge/cli` and `dlm_bridge/model_cards` are links to those folders, so that a checkout's `dlm_bridge/` is
-complete by itself: Python, mypy and import-linter find there what an installation has. What is installed are the
-folders themselves (`package-dir` in pyproject.toml), also where a checkout has lost its links.
+Packages are those below dlm_bridge/, and the folders that are installed inside it. `dlm_bridge/cli` and
+`dlm_bridge/model_cards` are links to those folders, so that a checkout's `dlm_bridge/` is complete by itself: Python,
+mypy and import-linter find there what an installation has. What is installed are the folders themselves (`package-dir`
+in pyproject.toml), also where a checkout has lost its links.
 """
 
 import re
@@ -16,7 +17,7 @@ LINKED = {"dlm_bridge.cli", "dlm_bridge.model_cards"}
 
 
 def long_description() -> str:
-    """The README. A package index has none of the repository's other files: links to them get the repository's address."""
+    """The README, whose links to other files of the repository get its address, for package indexes."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     if "Repository" not in urls:

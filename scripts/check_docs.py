@@ -27,12 +27,13 @@ FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
 PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|chat|serve) ")
+WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
+SECONDS = 600  # for one block
+# For models of the Hub in the README's first commands.
 STAND_INS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "demo-output/smollm2",
     "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1": "demo-output/llada",
 }
-WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
-SECONDS = 600  # for one block
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def blocks(page: Path) -> Iterator[Block]:
             begin, language = found.end(), found["language"]
             code = text[begin : text.index("\n```", begin) + 1]
             mark, words = found["mark"], found["words"] or ""
+        for published, model in STAND_INS.items() if page.name == "README.md" else ():
+            code = code.replace(published, model)
         if whole:
             mark, words = "not run", whole[1]
         yield Block(str(page.relative_to(ROOT)), text[:begin].count("\n") + 1, language, code, mark, words)
@@ -83,13 +86,10 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
         (folder / block.words).write_text(block.code)
         return None
     command = ["bash", "-e", "-o", "pipefail"] if block.language == "bash" else [sys.executable, "-"]
-    code = block.code
-    for published, model in STAND_INS.items() if block.page == "README.md" else ():
-        code = code.replace(published, model)
     try:
         done = subprocess.run(
             command,
-            input=code,
+            input=block.code,
             cwd=folder,
             env=environment,
             text=True,
