@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("dlm_bridge", "cli", "model_cards")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-LIGHT = ("typer>=0.16", "rich>=14", "pyyaml>=6")
+LIGHT = ("typer>=0.16", "rich>=14", "pyyaml>=6", "xxhash>=3.5", "zlib-ng>=0.5")
 CONFIG = (
     '{"architectures": ["LLaDAModelLM"], "model_type": "llada", "d_model": 32, "n_heads": 2, "n_kv_heads": 2, '
     '"n_layers": 2, "mlp_hidden_size": 48, "vocab_size": 64, "embedding_size": 64, "mask_token_id": 63}'
