@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlm_bridge.registration import EXTENSIONS
+
 pytest.importorskip("mkdocs")
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -78,6 +80,7 @@ def shlex_words(line: str) -> int:
         return 0
 
 
+@pytest.mark.extension(*EXTENSIONS)
 def test_the_command_line_is_listed_in_the_order_of_the_tasks_with_short_anchors() -> None:
     page = docs_hooks.command_line()
     anchors = re.findall(r"^## dlm-bridge .* \{ #([\w-]+) \}$", page, re.MULTILINE)
