@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
-PYTEST := $(BIN)/python -m pytest
+# More options of pytest: PYTEST_FLAGS=--last-failed
+PYTEST_FLAGS ?=
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # `make test-gpu PART=2` runs one of them; without PART all run, one after another.
 PARTS := 1 2 3
 FILES_1 := tests/generation tests/kernels
@@ -42,7 +44,7 @@ MCORE_PYTHON ?= python3.12
 MCORE_VENV := build/mcore
 MCORE_TESTS ?= tests/interop tests/parallel
 test-mcore: $(MCORE_VENV)/.installed
-	DLM_BRIDGE_PLATFORM=cpu $(MCORE_VENV)/bin/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile \
+	DLM_BRIDGE_PLATFORM=cpu $(MCORE_VENV)/bin/python -m pytest $(PYTEST_FLAGS) --numprocesses $(TEST_WORKERS) --dist loadfile \
 		-m "not slow and not nodes" $(MCORE_TESTS)
 
 $(MCORE_VENV)/.installed: pyproject.toml constraints.txt

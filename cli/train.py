@@ -38,7 +38,7 @@ folder.
 
 Example:
 
-  dlm-bridge pretrain --model GSAI-ML/LLaDA-8B-Base --data 'corpus/*.jsonl' --output run --steps 1000 --precision bf16
+  dlm-bridge pretrain --model GSAI-ML/LLaDA-8B-Base --data 'corpus/*.jsonl' --output run --tokens 1_000_000_000
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
@@ -51,7 +51,7 @@ family. Options can also be set in a YAML file, as for pretrain.
 
 Example:
 
-  dlm-bridge sft --model GSAI-ML/LLaDA-8B-Base --data chats.jsonl --output run --steps 500 --precision bf16
+  dlm-bridge sft --model GSAI-ML/LLaDA-8B-Base --data chats.jsonl --output run --epochs 3
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli sft ...
 """

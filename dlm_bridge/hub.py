@@ -26,6 +26,7 @@ _PICKLED = ["pytorch_model*.bin"]  # for repositories without safetensors
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 TRACKER = "latest_checkpointed_iteration.txt"  # of a Megatron checkpoint with several iterations
+STATUS, BEST = "status.json", "best"  # of a run; its checkpoint with the lowest validation loss
 STEP_NAME = re.compile(r"step-(\d{7,})")  # a run's checkpoint in the Hub layout
 _LAYERS = ("num_hidden_layers", "n_layers")
 _MOST_LAYERS = 10_000  # transformers creates a module per layer before it reads the weights
@@ -33,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
-    """Resolve a training run's folder to its newest complete checkpoint, and log which one: a `step-NNNNNNN` folder,
-    or the root folder of a Megatron run's iterations. Any other path is returned unchanged.
+    """Resolve a training run's folder to its best checkpoint, if it had early stopping, else to its newest complete
+    one, and log which: a `step-NNNNNNN` folder, or a Megatron run's iteration, or for the newest the root folder of
+    the iterations. Any other path is returned unchanged.
 
     Raises CheckpointError for a run without a complete checkpoint.
     """
@@ -42,6 +44,9 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     root = folder / "checkpoints"
     if not root.is_dir() or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG, TRACKER)):
         return folder
+    if (best := _best_checkpoint(folder)) is not None:
+        _log_taken(folder, best, "the checkpoint with the lowest validation loss")
+        return best
     if (root / TRACKER).is_file():
         with reading(root / TRACKER, "cannot be read"):
             newest = (root / TRACKER).read_text("utf-8", "replace").strip()
@@ -64,6 +69,18 @@ def public_name(name: str) -> str:
     if match := _SNAPSHOT.search(name):
         return f"{match[1]}/{match[2]}"
     return name if HUB_ID.fullmatch(name) and not Path(name).exists() else Path(name).name
+
+
+def _best_checkpoint(run: Path) -> Path | None:
+    """Checkpoint that status.json names as the best, if it is there."""
+    try:
+        step = json.loads((run / STATUS).read_text("utf-8"))[BEST]["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if type(step) is not int:
+        return None
+    hub, megatron = (run / "checkpoints" / f"{name}{step:07d}" for name in ("step-", "iter_"))
+    return hub if _has_weights(hub) else megatron if megatron.is_dir() else None
 
 
 def _has_weights(folder: Path) -> bool:

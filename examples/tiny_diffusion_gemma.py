@@ -48,4 +48,4 @@ config = DiffusionGemmaConfig(
 model = DiffusionGemmaForBlockDiffusion(config)
 model.save_pretrained("tiny-gemma")
 tokenizer.save_pretrained("tiny-gemma")
-print(f"tiny-gemma: {model.num_parameters():,} parameters")
+print(f"tiny-gemma: {model.num_parameters():,} random parameters; texts of this model are noise")

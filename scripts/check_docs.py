@@ -3,8 +3,8 @@
 A block is bash or Python code between fences, or the commands of a row in a table of tasks and commands. Each page
 runs from top to bottom in an empty folder that has what the repository's root has. A comment above a block changes
 that: `<!-- not run: REASON -->` leaves it out (at the top of a page: all of the page's), `<!-- file: NAME -->` writes
-it to a file for a later block. Rows with placeholders, servers and conversations are left out. Models of `make demo`
-stand in for those of the Hub that the README's first commands name.
+it to a file for a later block, `<!-- shows: CHECKS -->` checks its output (`shown.py`). Rows with placeholders,
+servers and conversations are left out. Models of `make demo` stand in for those of the Hub in the README.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import shown
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "configs/README.md")
 SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples", "scripts")  # of the root
-FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>not run|file|shows): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M
+)
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
 PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|chat|serve) ")
+# Checks of the tables' commands, which have no comment.
+TASK_CHECKS = {"generate demo-output/llada": "words; end", "generate demo-output/smollm2": "/[Rr]iver.* water/"}
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
 SECONDS = 600  # for one block
 # For models of the Hub in the README's first commands.
@@ -77,11 +83,14 @@ def task(cell: str) -> tuple[str, str | None, str]:
         return code, "not run", "has a placeholder"
     if SERVER.match(code):
         return code, "not run", "runs until it is interrupted"
+    for command, checks in TASK_CHECKS.items():
+        if command in code:
+            return code, "shows", checks
     return code, None, ""
 
 
 def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
-    """The block's output where it fails, else None."""
+    """The block's output where it fails, or shows what it should not; else None."""
     if block.mark == "file":
         (folder / block.words).write_text(block.code)
         return None
@@ -93,14 +102,16 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
             cwd=folder,
             env=environment,
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             timeout=SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return f"no end in {SECONDS} s"
-    return done.stdout if done.returncode else None
+    if done.returncode:
+        return f"{done.stdout}\n{done.stderr}"
+    problem = shown.problem(block.words, done.stdout, block.code, folder) if block.mark == "shows" else None
+    return problem and f"{done.stdout}\n{problem}"
 
 
 def main() -> int:

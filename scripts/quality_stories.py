@@ -152,10 +152,10 @@ class Reader:
         raise Departure(self.place + max(_common(rest, text) for text in choice.texts))
 
 
-def write(generator: random.Random) -> tuple[str, float]:
-    """A new story, and the natural logarithm of its probability."""
+def write(generator: random.Random, days: int = MOST_DAYS) -> tuple[str, float]:
+    """A new story of at most `days` days, and the natural logarithm of its probability."""
     writer = Writer(generator)
-    story(writer)
+    story(writer, days)
     return "".join(writer.pieces), writer.log_probability
 
 
@@ -177,7 +177,7 @@ def understood(text: str) -> float:
     return 1.0
 
 
-def story(teller: Teller) -> None:
+def story(teller: Teller, days: int = MOST_DAYS) -> None:
     """The program: from the introduction to the moral."""
     hero = teller.choose(ranked(SHE + HE))
     she = hero in SHE
@@ -193,7 +193,7 @@ def story(teller: Teller) -> None:
     cast = Cast(hero, friend, she, job)
     teller.say(" On ")
     day = DAYS.index(teller.choose(even(DAYS)))
-    for left in reversed(range(MOST_DAYS)):
+    for left in reversed(range(days)):
         outing(teller, cast)
         EVENTS[teller.choose(ranked(tuple(EVENTS)))](teller, cast)
         if teller.choose(ANOTHER_DAY if left else NO_OTHER_DAY) == " That night ":
@@ -341,10 +341,10 @@ def _common(text: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
 
 
-def batch(seed: int, number: int, size: int) -> list[tuple[str, float]]:
-    """`size` stories with their log-probabilities: a function of the seed and of the batch's number alone."""
+def batch(seed: int, number: int, size: int, days: int = MOST_DAYS) -> list[tuple[str, float]]:
+    """`size` stories with their log-probabilities: a function of the seed, the batch's number and `days` alone."""
     generator = random.Random(f"stories {seed} {number}")
-    return [write(generator) for _ in range(size)]
+    return [write(generator, days) for _ in range(size)]
 
 
 def total(stories: Iterable[tuple[str, float]]) -> float:

@@ -20,6 +20,7 @@ import pytest
 from tests import launcher
 
 OK = "ok"  # what a check says in the report when nothing was raised
+ENDED = "ended"  # how the first of the processes that failed has ended
 
 
 def launch(
@@ -80,7 +81,7 @@ def fork(
     port = free_port()
     gc.collect()
     gc.freeze()  # so that no child's collection touches, and so copies, every page of what is imported here
-    children = []
+    children = {}
     for rank in range(processes):
         child = os.fork()
         if child == 0:
@@ -91,18 +92,25 @@ def fork(
                 work(root, checks())
             finally:
                 launcher.end(0)
-        children.append(child)
+        children[child] = rank
     while children:
         child, status = os.wait()
-        children.remove(child)
+        rank = children.pop(child)
         if status:  # the others may wait for it for ever
+            if not (root / ENDED).exists():  # the first one
+                (root / ENDED).write_text(f"rank {rank}: {os.waitstatus_to_exitcode(status)}")
             for other in children:
                 os.kill(other, signal.SIGKILL)
 
 
 def forked(root: Path, processes: int) -> dict[str, list[str]]:
-    """What each check said in `fork`ed processes, by rank."""
-    return _said(root, ["no report"] * processes)
+    """What each check said in `fork`ed processes, by rank. If one failed: its exit code, or a signal as a negative
+    number, with the end of the log that they share, under ENDED."""
+    said = _said(root, ["no report"] * processes)
+    if (root / ENDED).exists():
+        log = root.parent / "log_0.txt"
+        said[ENDED] = [(root / ENDED).read_text(), log.read_text(errors="replace")[-4000:] if log.exists() else ""]
+    return said
 
 
 def work(root: Path, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
@@ -126,7 +134,8 @@ def assert_ok(name: str, report: dict[str, list[str]], processes: int = 2) -> No
     said = report.get(name)
     if said is None:
         failed = [key for key, results in report.items() if set(results) != {OK}]
-        pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}")
+        ended = "\n".join(report.get(ENDED, ()))
+        pytest.fail(f"not reached, because of: {', '.join(failed) or 'a time-out'}\n{ended}")
     assert said == [OK] * processes, "\n".join(said)
 
 

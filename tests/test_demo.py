@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import demo
+import quality_stories
+import shown
 
 
 @pytest.fixture
@@ -60,3 +65,20 @@ def test_a_folder_that_is_not_the_demo_s_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
     assert demo.main() == 2
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_no_word_of_the_stories_is_split(tmp_path: Path) -> None:
+    """Else an untrained order of pieces is a word that does not exist."""
+    corpus = tmp_path / "corpus.jsonl"
+    demo.write_corpus(corpus)
+    demo.train_tokenizer(corpus, tmp_path / "config")
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "config")
+    words = {word for text in texts for word in re.findall(r" \w+", text)}
+    assert len(words) > 250
+    assert [word for word in sorted(words) if len(tokenizer.tokenize(word)) > 1] == []
+    config = json.loads((tmp_path / "config/config.json").read_text())
+    assert len(tokenizer) <= config["vocab_size"] == config["embedding_size"]
+    # A whole story, with its end, fits into a window of training and into what the examples sample.
+    assert max(len(tokenizer(text)["input_ids"]) for text in texts[:500]) < 112 < demo.TRAINING["seq-length"]
+    assert all(quality_stories.understood(text) == 1.0 and shown.ends(text) for text in texts[:500])

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import check_docs
+import shown
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -49,7 +50,7 @@ def test_lint_fails_at_a_dead_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [block for block in BLOCKS if block.language == "python" and block.mark is None],
+    [block for block in BLOCKS if block.language == "python" and block.mark in (None, "shows")],
     ids=lambda block: f"{block.page}:{block.line}",
 )
 def test_a_python_block_defines_what_it_uses(block: check_docs.Block) -> None:
@@ -72,10 +73,43 @@ def test_tables_of_tasks_are_run_but_for_placeholders_and_servers() -> None:
     assert all("MODEL" in code or "..." in code for code, words in tasks.items() if "placeholder" in words)
 
 
+def test_what_a_block_shows_is_checked() -> None:
+    """Of a block that prints a text of the demo's model."""
+    samples = re.compile(
+        r"demo-output/llada.*\bgenerate\(.*print\(|^dlm-bridge generate demo-output/llada .*", re.S | re.M
+    )
+    sampled = [block for block in BLOCKS if samples.search(block.code)]
+    assert len(sampled) >= 6
+    unchecked = [f"{block.page}:{block.line}" for block in sampled if block.mark is None]
+    assert [place for place in unchecked if not place.startswith("docs/getting_started.md")] == []  # the README's, in one block
+
+
+def test_checks_find_what_is_wrong(tmp_path: Path) -> None:
+    for block in BLOCKS:
+        if block.mark == "shows":
+            assert shown.names(block.words)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("".join(f'{{"reward": {n / 20}}}\n' for n in range(20)))
+    for checks, good, bad in (
+        ("words", "Tom was a sailor.", "Tom was a carererel."),
+        ("words; end", "Tom was a sailor.\n", "Tom was a"),
+        ("/sail.r/", "a sailor", "a painter"),
+    ):
+        assert shown.problem(checks, good, "", tmp_path) is None
+        assert shown.problem(checks, bad, "", tmp_path)
+        assert shown.problem(checks, "", "", tmp_path)
+    assert shown.problem("reward rises by 0.8 in run", "", "", tmp_path) is None
+    assert shown.problem("reward rises by 0.95 in run", "", "", tmp_path)
+    assert shown.problem("reward falls by 0.1 in run", "", "", tmp_path)
+    with pytest.raises(ValueError, match="wrods"):
+        shown.names("wrods")
+
+
 def test_blocks_for_many_gpus_are_marked() -> None:
     too_many = [
         f"{block.page}:{block.line}"
         for block in BLOCKS
-        if block.mark is None and any(int(n) > 4 for n in re.findall(r"--nproc-per-node[ =](\d+)", block.code))
+        if block.mark in (None, "shows")
+        and any(int(n) > 4 for n in re.findall(r"--nproc-per-node[ =](\d+)", block.code))
     ]
     assert too_many == []

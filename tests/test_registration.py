@@ -163,7 +163,7 @@ EDGES = {
     "plan": ("dlm_bridge.train.rl.dry_run",),
     "display": ("dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
 }
-TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o")
+TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o", "--steps", "9")
 RL = ("rl", "--model", "m", "--data", "d", "--output", "o", "--method", "dpo")
 GENERATE = ("generate", "m", "--prompt", "x")
 # What is refused without an extension.

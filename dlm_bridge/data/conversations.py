@@ -198,6 +198,19 @@ def load_conversation_blocks(
     return ConversationBlocks(table, settings, tokenizer.eos_token_id)
 
 
+def longest_conversation(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> int:
+    """Number of tokens of the longest conversation, at most `settings.seq_length`, cached like
+    `load_conversation_blocks`. Raises the same errors."""
+    check_eos(tokenizer, "fills rows")
+    table = cached(
+        _longest,
+        datasets.Features({"length": datasets.Value("int64")}),
+        {"sources": tuple(sources), "tokenizer": tokenizer, "settings": settings},
+        fingerprint(sources, tokenizer, "longest", ROWS_VERSION, tokenizer.chat_template, *vars(settings).values()),
+    )
+    return int(table[0]["length"])
+
+
 def first_conversation_blocks(
     sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings, count: int
 ) -> ConversationBlocks:
@@ -230,6 +243,14 @@ def _conversation_rows(
             **({"steps": list(itertools.chain(*(example.steps or () for example in row)))} if traced else {}),
         }
     if empty:
+        raise InputFileError(", ".join(map(str, sources)), "no rows to train on")
+
+
+def _longest(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> Iterator[dict[str, Any]]:
+    lengths = (len(example.input_ids) for example in _fitting(sources, tokenizer, settings))
+    if longest := max(lengths, default=0):
+        yield {"length": longest}
+    else:
         raise InputFileError(", ".join(map(str, sources)), "no rows to train on")
 
 

@@ -8,5 +8,6 @@ EXTENSION = Extension(
     features={
         "--dry-run": "dlm_bridge.plan.dry_run_views:show_dry_run",
         "train --dry-run": "dlm_bridge.plan.dry_run:dry_run",
+        "memory of a run": "dlm_bridge.plan.dry_run_views:describe_memory",
     },
 )

@@ -24,6 +24,7 @@ from dlm_bridge.cli.train import TrainingCommand
 from dlm_bridge.convert.settings import LayoutSettings
 from dlm_bridge.settings import check_values, comma_separated, option, options_of
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.sections import PRECISIONS
 
 TRAINING, HARDWARE = "Training", "Hardware"
 REQUIRED = inspect.Parameter.empty
@@ -35,6 +36,7 @@ OF_TRAINING: dict[str, Any] = {
     "recompute": "none", "recompute_modules": "core_attn", "recompute_layers": None, "moe_dispatcher": "alltoall",
     "tp_overlap": False, "ep_overlap": False, "objective": None,
 }  # fmt: skip
+CHANGED = {"precision": {"help": "fp32, bf16, fp16 or fp8.", "choices": PRECISIONS}}
 RARE = ("optimizer_instances", "recompute_modules", "recompute_layers", "moe_dispatcher", "tp_overlap", "ep_overlap")
 
 
@@ -77,9 +79,12 @@ def _parameters() -> dict[str, tuple[Any, Any]]:
     return {
         "path": (Annotated[str, path], REQUIRED),
         "gpus": (Annotated[int, typer.Option(help="Number of GPUs.")], REQUIRED),
-        "seq_length": (Annotated[int, typer.Option(*seq_length.flags, help=seq_length.help)], REQUIRED),
+        "seq_length": (Annotated[int, typer.Option(*seq_length.flags, help="Tokens per sequence.")], REQUIRED),
         **{key: declared(key, default, LAYOUT, common=True) for key, default in OF_LAYOUT.items()},
-        **{key: declared(key, default, TRAINING, common=key not in RARE) for key, default in OF_TRAINING.items()},
+        **{
+            key: declared(key, default, TRAINING, common=key not in RARE, **CHANGED.get(key, {}))
+            for key, default in OF_TRAINING.items()
+        },
         **declared_parameters(PlanSettings),
         "recommend": (Annotated[bool, recommend], False),
         "png": (Annotated[Path | None, typer.Option(metavar="FILE", help="Write a heat map.")], None),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge import distributed
-from dlm_bridge.data.documents import check_tokenizer
+from dlm_bridge.data.documents import NamedDataset, check_tokenizer
 from dlm_bridge.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.data.sources import DataSources
 from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
@@ -24,12 +24,17 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.engine import find_engine
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.output import check_output
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
+    BLOCK_LENGTH,
     check_data,
+    context_length,
     empty_model,
     load_tokenizer,
     model_source,
     resolve_objective,
+    with_precision,
+    with_seq_length,
 )
 
 MAIN_PARAMS = "optim contains the Accelerate engine's fp32 weights, weights their 16-bit copies"
@@ -107,17 +112,22 @@ class DryRun:
 def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
     """Plan the run of `config` on `gpus` devices (default: the launcher's WORLD_SIZE).
 
-    Reads metadata only, writes nothing and uses no device. Raises the errors of the run that metadata shows: a layout
-    that does not divide the model or the devices, missing or damaged data, a tokenizer that does not fit the model,
-    an output folder with another run, a setting that megatron-core does not support.
+    Reads metadata only, and conversations if `seq_length` follows from them; writes nothing and uses no device. Raises
+    the errors of the run that metadata shows: a layout that does not divide the model or the devices, missing or
+    damaged data, a tokenizer that does not fit the model, an output folder with another run, a setting that
+    megatron-core does not support.
     """
+    config = with_precision(config, resume, gpu=True if gpus is not None else None)
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
     step, checkpoint = point.step, point.folder
     found = check_data(config, load=False)
     model = empty_model(config, checkpoint)
     config, objective = resolve_objective(config, model, step)
+    config, undecided = _with_seq_length(config, model, objective, found)
     config = with_lora(config, model)
+    if config.schedule.tokens is not None:
+        config = with_steps(config)
     _check_tokens(config, found, model, objective.mask_token)
     config.data.accumulation(gpus if config.engine.engine == "accelerate" else 1)
     memory, more = memory_of(config, run_of(config, str(config.objective.objective), gpus), checkpoint, objective)
@@ -134,8 +144,25 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         step=step,
         data=(*data_sources(found), *([] if found.valid is None else data_sources(found.valid, validation=True))),
         memory=memory,
-        notes=(*notes, *more, *([] if Path(config.model.model).is_dir() else [HUB]), DEVICE),
+        notes=(*notes, *more, *undecided, *([] if Path(config.model.model).is_dir() else [HUB]), DEVICE),
     )
+
+
+def _with_seq_length(
+    config: TrainConfig, model: Any, objective: Objective, found: DataSources
+) -> tuple[TrainConfig, list[str]]:
+    """Replace a sequence length of 0 as the run does; if the data or the tokenizer are on the Hub, by a length to plan
+    with, and a note."""
+    local = Path(config.model.tokenizer or config.model.model).is_dir()
+    read = all(
+        not isinstance(source, NamedDataset) or source.rows is not None for part in found.all_parts for source in part
+    )
+    if config.task != "sft" or config.data.seq_length or (local and read):
+        return with_seq_length(config, model, objective.mask_token, found), []
+    length = min(context_length(model) or BLOCK_LENGTH, BLOCK_LENGTH)
+    return config.replace(seq_length=length), [
+        f"`seq_length` follows from the data when the run starts: {length} is planned"
+    ]
 
 
 def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[str]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dlm_bridge.plan.dry_run import DataSource, DryRun
+    from dlm_bridge.train.config import TrainConfig
 
 SHOWN_PIECES = 20  # of the data
 
@@ -39,7 +40,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         ramp = f"starts at {start} sequences per step and grows by {increment}, over {samples} sequences"
         console.print(Text(ramp), soft_wrap=True)
     if run.step:
-        console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
+        console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.last_step:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
         console.print(Text(printable(f"data: {_described(piece, run)}")), soft_wrap=True)
     if len(run.data) > SHOWN_PIECES:
@@ -61,6 +62,28 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         console.print(Text(f"rollouts, per device besides the training state: {sizes}"), soft_wrap=True)
     for note in run.notes:
         console.print(Text(printable(f"note: {in_flags(note)}")), soft_wrap=True)
+
+
+def describe_memory(config: TrainConfig, processes: int, gpu: bool) -> str:
+    """One line about the planned memory of the fullest process. `config` is resolved.
+
+    Args:
+        gpu: True to count what a GPU needs beside the tensors.
+
+    Raises DlmBridgeError for a run that the plan does not cover.
+    """
+    from dlm_bridge.plan.dry_run import memory_of
+    from dlm_bridge.plan.run import run_of
+    from dlm_bridge.plan.views import memory_text
+
+    plan, notes = memory_of(config, run_of(config, str(config.objective.objective), processes), None)
+    if plan is None:
+        return "; ".join(notes)
+    peak = plan.peak
+    total = peak.total if gpu else max(peak.allocated, peak.building)
+    state = memory_text(peak.weights + peak.gradients + peak.optimizer)
+    activations = memory_text(peak.activations + peak.transient)
+    return f"{memory_text(total)} planned per process (model state {state}, activations {activations})"
 
 
 def _layout(run: DryRun) -> Table:

@@ -22,7 +22,7 @@ from dlm_bridge.train.config import (
     check_sequence_of_experts,
     check_userbuffers,
 )
-from dlm_bridge.train.config.sections import check_optimizer
+from dlm_bridge.train.config.sections import PRECISIONS, check_optimizer
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -218,6 +218,8 @@ class PlannedRun:
     def check_values(self) -> None:
         """`check` of each setting alone, as the training options declare it."""
         check_minimum("gpus", self.gpus)
+        check_minimum("seq_length", self.seq_length)
+        check_choice("precision", self.precision, PRECISIONS)
         options, flags = options_of(TrainConfig), vars(self) | {"engine": "megatron"}
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)

@@ -42,6 +42,7 @@ from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
 from dlm_bridge.job import named_rank
+from dlm_bridge.train.early_stopping import KeptCheckpoints
 
 STATE = "trainer_state.pt"
 RANK_DIGESTS = ".digests_{rank}"  # file with the `RankFiles` of one rank, during a save in the background
@@ -208,14 +209,14 @@ def load_failure(error: BaseException) -> str:
     return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
 
 
-def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
-    """Remove incomplete checkpoints of killed processes, and all but the newest `keep_last` ones (0: keep all)."""
+def remove_old_checkpoints(output: Path, kept: KeptCheckpoints | None = None) -> None:
+    """Remove incomplete checkpoints of killed processes, and those that are not `kept` (None: keep all)."""
     root = output / "checkpoints"
     if root.is_dir():
         for leftover in root.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    if keep_last:
-        for _, folder in run_checkpoints(output)[:-keep_last]:
+    if kept is not None:
+        for folder in kept.removed(run_checkpoints(output)):
             remove_checkpoint(folder)
 
 

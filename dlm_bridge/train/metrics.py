@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import nn
 
 from dlm_bridge.errors import printable
@@ -48,6 +50,7 @@ PEAK_FLOPS = (
 
 MAKE_ROOM = "make room there, then `resume`"
 LINE_EVERY = 15.0  # seconds between progress lines if the output is not a terminal
+ESTIMATED_OVER = 3600.0  # seconds whose mean speed estimates the time that is left
 # Fields of `StepMetrics` that are omitted if None.
 OPTIONAL = ("eval_loss", "z_loss", "mtp_loss", "param_norm", "layer_grad_norms")
 
@@ -77,15 +80,16 @@ class StepMetrics:
 
     def summary(self) -> str:
         """One-line summary for the console."""
-        summary = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
+        summary = f"loss {self.loss:.4f}  "
+        if self.eval_loss is not None:
+            summary += f"validation {self.eval_loss:.4f}  "
+        summary += f"{self.tokens_per_s:,.0f} tokens/s"
         if self.tokens_per_s_per_device != self.tokens_per_s:
             summary += f" ({self.tokens_per_s_per_device:,.0f} per device)"
         if self.mfu is not None:
             summary += f"  MFU {self.mfu:.1%}"
         if self.peak_memory is not None:
             summary += f"  {self.peak_memory / 2**30:.1f} GiB"
-        if self.eval_loss is not None:
-            summary += f"  validation {self.eval_loss:.4f}"
         return summary
 
     def to_json(self) -> str:
@@ -219,7 +223,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     flops = sum(
-        _elements(parameter)
+        elements(parameter)
         * (_active_experts(config) if ".experts." in name else 1.0)
         * (6 if parameter.requires_grad else 4)
         for name, parameter in model.named_parameters()
@@ -236,7 +240,7 @@ def _head_dims(config: Any) -> list[int]:
     return [getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads for one in configs]
 
 
-def _elements(parameter: nn.Parameter) -> int:
+def elements(parameter: nn.Parameter) -> int:
     """Number of elements of a weight; bitsandbytes packs two per byte."""
     quantized: Any = getattr(parameter, "quant_state", None)
     return parameter.numel() if quantized is None else quantized.shape.numel()
@@ -270,11 +274,14 @@ class TrainingProgress:
         self.enabled = enabled
         self.bar = Progress(
             TextColumn("[bold]training"),
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(),
+            # A narrow terminal cuts the end of this column, nothing else.
+            TextColumn("left  {task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
+            expand=True,
+            speed_estimate_period=ESTIMATED_OVER,
             disable=not (enabled and console.is_terminal),
         )
         self.task = self.bar.add_task("training", total=steps, completed=step, summary="")
@@ -297,6 +304,9 @@ class TrainingProgress:
             metrics.step in (1, self.steps) or metrics.was_evaluated or now - self.last_line >= LINE_EVERY
         ):
             self.last_line = now
+            left = self.bar.tasks[self.task].time_remaining
+            if left is not None and metrics.step < self.steps:
+                summary += f"  {datetime.timedelta(seconds=round(left))} left"
             self.console.print(f"step {metrics.step}/{self.steps}  {summary}", highlight=False, soft_wrap=True)
 
 

@@ -45,7 +45,7 @@ class RunMonitor:
         self.metrics_file = MetricsFile(output / "metrics.jsonl", step) if main else None
         self._trackers = Trackers(config, output) if main and logging.trackers else None
         self._profiler = StepProfiler(logging.profiled, output, device) if main and logging.profiled else None
-        self._progress = TrainingProgress(console, config.schedule.steps, step, main)
+        self._progress = TrainingProgress(console, config.schedule.last_step, step, main)
 
     def __enter__(self) -> RunMonitor:
         self._progress.__enter__()

@@ -26,9 +26,10 @@ from typing import IO, Any
 from dlm_bridge import distributed, job
 from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.files.atomic import disk_errors, replaced_file
+from dlm_bridge.hub import BEST, STATUS
 
 logger = logging.getLogger(__name__)
-LOCK, STATUS, HANG = ".lock", "status.json", "hang"
+LOCK, HANG = ".lock", "hang"
 SHARED_WITHIN_S = 30.0  # for a new file to become visible on a network file system
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 LEASE_S = 120.0  # after which NFS releases the lock of a lost host: 90 s by default
@@ -42,12 +43,14 @@ class RunEnd:
     Args:
         folder: last checkpoint.
         step: step of that checkpoint.
-        finished: False if the run stopped early, by SIGTERM or `exit_duration`.
+        finished: False if the run was stopped, by SIGTERM or `exit_duration`.
+        best: with early stopping, the checkpoint with the lowest validation loss.
     """
 
     folder: Path
     step: int
     finished: bool = True
+    best: Path | None = None
 
 
 @contextlib.contextmanager
@@ -93,10 +96,10 @@ def check_output(output: Path, resume: bool) -> None:
         raise SettingError("output", f"{output} already contains a run ({traces[0]}): add `resume`, or use another")
 
 
-def write_status(output: Path, state: str, step: int, steps: int) -> None:
-    """Update status.json on the first process, with the step of the newest checkpoint. Raises ResourceError if the
-    disk is full."""
-    status = {"state": state, "step": step, "steps": steps}
+def write_status(output: Path, state: str, step: int, steps: int, best: dict[str, Any] | None = None) -> None:
+    """Update status.json on the first process, with the step of the newest checkpoint and, with early stopping, the
+    `best_status`. Raises ResourceError if the disk is full."""
+    status = {"state": state, "step": step, "steps": steps} | ({} if best is None else {BEST: best})
     if read_status(output) != status:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with replaced_file(output / STATUS) as file:
@@ -104,10 +107,12 @@ def write_status(output: Path, state: str, step: int, steps: int) -> None:
 
 
 def read_status(output: Path) -> dict[str, Any]:
-    """State, step and steps of status.json; empty if the file is missing or damaged."""
+    """State, step, steps and best of status.json; empty if the file is missing or damaged."""
     try:
         found = json.loads((output / STATUS).read_text())
-        return {name: found[name] for name in ("state", "step", "steps")}
+        return {name: found[name] for name in ("state", "step", "steps")} | (
+            {BEST: found[BEST]} if BEST in found else {}
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -116,7 +121,7 @@ def _record_failure(output: Path) -> None:
     with contextlib.suppress(DlmBridgeError):  # the reason of the failure matters more
         status = read_status(output)
         if status.get("state") == "running":  # not that of an earlier run whose resume is refused
-            write_status(output, "failed", status["step"], status["steps"])
+            write_status(output, "failed", status["step"], status["steps"], status.get(BEST))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from dlm_bridge.data.conversations import first_conversation_blocks
 from dlm_bridge.data.documents import Source
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.setup import check_data, conversation_settings, empty_model, resolve_objective
+from dlm_bridge.train.setup import check_data, conversation_settings, empty_model, resolve_objective, with_seq_length
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def preview(config: TrainConfig, count: int) -> Iterator[PreviewExample]:
     found = check_data(config.replace(data_cache=None))
     model = empty_model(config, None)
     config, objective = resolve_objective(config, model)
+    config = with_seq_length(config, model, objective.mask_token, found)
     tokenizer, settings = conversation_settings(config, model, objective.mask_token)
     for part in found.parts:
         blocks = first_conversation_blocks(cast(Sequence[Source], part), tokenizer, settings, count)

@@ -55,14 +55,18 @@ def learning_rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str 
     return f"the learning rate of step {step + 1} jumps from {was:.3g} to {will_be:.3g} because of {changed}{remedy}"
 
 
-def with_steps(config: Config, blocks: int) -> Config:
+def with_steps(config: Config, blocks: int = 0) -> Config:
     """Replace `epochs` by the number of steps after which a run with `blocks` training blocks has read each of them
-    that many times. The last step may read some blocks once more."""
-    if config.schedule.epochs is None:
+    that many times, and `tokens` by the number of steps that read at least as many. The last step may read some blocks
+    once more."""
+    schedule = config.schedule
+    if schedule.steps is not None:
         return config
-    samples, before = config.schedule.epochs * blocks, batch_sampler(config).samples_before
+    tokens = schedule.tokens
+    samples = (schedule.epochs or 0) * blocks if tokens is None else -(-tokens // config.data.seq_length)
+    before = batch_sampler(config).samples_before
     steps = bisect.bisect_left(range(samples + 1), samples, key=lambda step: before(step + 1))
-    return config.replace(steps=max(1, steps), epochs=None)
+    return config.replace(steps=max(1, steps))
 
 
 def batch_sampler(config: TrainConfig) -> BatchSampler:

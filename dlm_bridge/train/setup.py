@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,12 @@ from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.data.blocks import Blocks, Samples, split
 from dlm_bridge.data.chat_template import set_chat_template
-from dlm_bridge.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
+from dlm_bridge.data.conversations import (
+    ConversationSettings,
+    EosPadding,
+    load_conversation_blocks,
+    longest_conversation,
+)
 from dlm_bridge.data.documents import Source, check_tokenizer
 from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.messages import check_sources
@@ -62,6 +69,7 @@ from dlm_bridge.train.ranks import watched
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Rest = ParamSpec("Rest")
+BLOCK_LENGTH = 1024  # tokens per block of text, unless `seq_length` says otherwise
 NODE_LOCAL = ("data_cache", "local_folder")  # settings that may differ between nodes
 
 
@@ -89,10 +97,11 @@ def start_run(
     find: Callable[[TrainConfig, bool, Console], ResumePoint],
 ) -> tuple[Config, RunStart]:
     """Clean the output folder, and `find` the checkpoint from which the run resumes. Collective. Returns the
-    configuration, in which a resumed run has the number of steps that it began with instead of `epochs`.
+    configuration, in which a resumed run has the number of steps that it began with instead of `epochs` or `tokens`,
+    and its sequence length.
 
     Raises:
-        SettingError: the model is not the run's.
+        SettingError: the model is not the run's, or nothing decides the number of steps.
         CheckpointError: the run has checkpoints, and none is complete.
     """
     output = Path(config.checkpoint.output)
@@ -101,13 +110,16 @@ def start_run(
             remove_old_checkpoints(output)
     point = find(config, main, console) if resume else ResumePoint()
     before = from_all(_run_config(config, output))[0] if resume else None  # a rank may see an older file
-    if before is not None and config.schedule.epochs is not None:
-        config = config.replace(steps=before.schedule.steps, epochs=None)
+    if before is not None:
+        kept = {} if config.schedule.steps is not None else {"steps": before.schedule.steps}
+        kept |= {} if config.data.seq_length else {"seq_length": before.data.seq_length}
+        config = config.replace(**kept)
+    config.check_length()
     steps = config.schedule.steps
     finished = None
-    if config.schedule.epochs is None and point.step >= steps and point.folder is not None:
+    if steps is not None and point.step >= steps and point.folder is not None:
         finished = RunEnd(point.folder, point.step)
-    if finished is not None and main:
+    if finished is not None and steps is not None and main:
         console.print(printable(f"the run is finished: step {point.step} of {steps}, {point.folder}"), soft_wrap=True)
         write_status(output, "finished", point.step, steps)
     elif before and point.folder is not None and main and (jump := learning_rate_jump(before, config, point.step)):
@@ -143,6 +155,22 @@ def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoi
     return point
 
 
+def with_precision(config: Config, resume: bool = False, gpu: bool | None = None) -> Config:
+    """Replace the precision auto: by that of a resumed run, else by bf16 on a GPU that has it, else by fp32.
+
+    Args:
+        gpu: True for a plan of GPUs that this machine need not have; None: this machine's devices.
+    """
+    if config.precision.precision != "auto":
+        return config
+    before = _run_config(config, Path(config.checkpoint.output)) if resume else None
+    if before is not None:
+        return config.replace(precision=before.precision.precision)
+    if gpu is None:
+        gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.replace(precision="bf16" if gpu else "fp32")
+
+
 def trains_on_cpu(config: TrainConfig) -> bool:
     """True if this machine trains on its CPU. Raises SettingError for a precision that needs a GPU."""
     cpu = not torch.accelerator.is_available()
@@ -160,6 +188,7 @@ def training_errors(
 
     @functools.wraps(train)
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
+        config = with_precision(config, resume)
         output, timeout_min = Path(config.checkpoint.output), config.parallel.rank_timeout
         defaults = {name: option.default for name, option in options_of(type(config)).items()}
         given = {name: value for name, value in config.as_flags().items() if name not in NODE_LOCAL}
@@ -324,9 +353,45 @@ def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig
 
 def check_length(config: TrainConfig, model: Any) -> None:
     """Raise SettingError for rows that are longer than the model supports."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(model)
     if limit is not None and config.data.seq_length > limit:
         raise SettingError("seq_length", f"{config.data.seq_length} is more than the model's {limit} positions")
+
+
+def context_length(model: Any) -> int | None:
+    """Number of positions of a model, None if its config does not limit them."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def with_seq_length(config: Config, model: Any, mask_token: int | None, found: DataSources | None = None) -> Config:
+    """Replace a sequence length of 0: for `sft` by that of the longest conversation (with `packing` at least
+    `BLOCK_LENGTH`), for `pretrain`, which cuts text into blocks, by `BLOCK_LENGTH`; at most the model's context. It is
+    rounded up to what blocks and layout divide. The conversations are tokenised once and cached.
+
+    Args:
+        config: from `resolve_objective`.
+        mask_token: None if the objective masks nothing.
+        found: the data; by default those of `config`.
+
+    Raises the errors of `load_data`.
+    """
+    if config.data.seq_length:
+        return config
+    limit = context_length(model) or sys.maxsize
+    needed = min(limit, BLOCK_LENGTH)
+    if config.task == "sft":
+        found = found or find_run_data(*config.data.paths())
+        tokenizer, settings = conversation_settings(config, model, mask_token)
+        settings = dataclasses.replace(settings, seq_length=limit)
+        longest = max(
+            longest_conversation(cast(Sequence[Source], part), tokenizer, settings) for part in found.all_parts
+        )
+        needed = max(longest, needed) if config.data.packing else longest
+    parallel, blocks = config.parallel, [size for _, size in config.objective.block_sizes]
+    multiple = math.lcm(8, 2 * parallel.cp * parallel.tp, *blocks, _largest_block(config, model))
+    rounded = min(-(-needed // multiple), max(1, limit // multiple)) * multiple
+    return config.replace(seq_length=min(rounded, limit))
 
 
 def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:

@@ -23,14 +23,15 @@ from rich.console import Console
 
 from dlm_bridge.data.blocks import Samples
 from dlm_bridge.data.loader import BatchSampler, Prefetcher
-from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.errors import InputFileError, NonFiniteError, printable
+from dlm_bridge.distributed import from_all, raised_everywhere
+from dlm_bridge.errors import InputFileError, NonFiniteError, SettingError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.processes import catch_sigterm
-from dlm_bridge.train.checkpoints import check_finite
+from dlm_bridge.train.checkpoints import check_finite, step_folder
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.early_stopping import EarlyStopping, KeptCheckpoints
 from dlm_bridge.train.metrics import (
     CudaTimer,
     DeferredMetrics,
@@ -44,6 +45,7 @@ from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.output import RunEnd, write_status
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
+from dlm_bridge.train.summary import print_summary
 
 EVALUATION_STEP = 0  # step in the noise key of evaluations, so that every evaluation has the same noise
 
@@ -79,6 +81,7 @@ class TrainingLoop(abc.ABC):
     tokenizer: Any
     plain_model: Any  # the trained Hub model without wrappers
     valid: Sized  # validation blocks
+    early_stopping: EarlyStopping | None = None  # set by `run`
 
     @property
     def main(self) -> bool:
@@ -88,6 +91,17 @@ class TrainingLoop(abc.ABC):
     @abc.abstractmethod
     def announce(self, step: int) -> None:
         """Print on the main process that the run starts, or resumes after `step`."""
+
+    def print_summary(self, step: int, data: str, layout: str) -> None:
+        """Print the run's summary on the main process; see `train.summary`."""
+        if not self.main:
+            return
+        processes = self.processes
+        name, count = processes.device_name or "the CPU", processes.world_size
+        devices = f"{count} processes on {name}" if count > 1 else name
+        print_summary(
+            self.console, self.config, self.plain_model, data, step, devices + layout, processes.device, count
+        )  # fmt: skip
 
     @abc.abstractmethod
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
@@ -113,6 +127,10 @@ class TrainingLoop(abc.ABC):
     def load_checkpoint(self, folder: Path) -> None:
         """Load weights and optimizer state from a checkpoint. Raises CheckpointError if it is damaged, and
         InputFileError if the run had other data."""
+
+    def checkpoint_folder(self, step: int) -> Path:
+        """Folder of the checkpoint of `step`."""
+        return step_folder(self.output, step)
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """Parameters that this process updates."""
@@ -152,9 +170,12 @@ class TrainingLoop(abc.ABC):
                 self.sample(samples, 0)
         limit = config.schedule.exit_duration
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
-        steps = config.schedule.steps
-        if self.main:
-            write_status(self.output, "running", step, steps)
+        steps = config.schedule.last_step
+        early = self.early_stopping = self._begin_early_stopping(monitor.metrics_file)
+        if early is not None and early.ends:
+            monitor.close()
+            return self._end(step, self.checkpoint_folder(step))
+        self._write_status("running", step)
         with catch_sigterm() as terminated, monitor:
             pending: Callable[[], StepMetrics] | None = None  # of a step that the device may still work on
             while True:
@@ -169,26 +190,72 @@ class TrainingLoop(abc.ABC):
                 monitor.end(step)
                 last = stop or step == steps
                 evaluates, saves, samples_now = self._due(step, last)
-                saves_locally = not saves and self.saves_locally(step)
+                saves_locally = self.saves_locally(step)
                 if not (evaluates or saves or samples_now or saves_locally):
                     pending = metrics
                     continue
-                monitor.write(self.evaluated(metrics()) if evaluates else metrics())
+                found = self.evaluated(metrics()) if evaluates else metrics()
+                monitor.write(found)
+                if early is not None and found.eval_loss is not None:
+                    saves |= early.add(step, found.eval_loss)
+                    last |= early.ends
+                    saves |= last
                 if samples is not None and samples_now:
                     self.sample(samples, step)
                 if saves:
                     folder = self.save(step, monitor.metrics_file)
-                if saves_locally:
+                elif saves_locally:
                     self.save_locally(step, monitor.metrics_file)
                 if last:
                     break
         self.finish()
         monitor.close()
+        return self._end(step, folder)
+
+    def _end(self, step: int, folder: Path) -> RunEnd:
+        """End the run after `step`, whose checkpoint is `folder`."""
+        early = self.early_stopping
+        finished = step == self.config.schedule.last_step or (early is not None and early.ends)
+        self._write_status("finished" if finished else "stopped", step)
+        best = None if early is None or not early.step else self.checkpoint_folder(early.step)
+        done = "done" if finished else f"stopped early (continue with `resume`), step {step}"
+        if early is not None and early.ends:
+            done = f"done at step {step}, after {early.waited} validations without a lower loss"
+        where = f"the model is at {folder}"
+        if early is not None and best is not None:
+            where = f"the best model (step {early.step}, validation loss {early.loss:.4f}) is at {best}"
         if self.main:
-            write_status(self.output, "finished" if step == steps else "stopped", step, steps)
-            done = "done" if step == steps else f"stopped early (continue with `resume`), step {step}"
-            self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
-        return RunEnd(folder, step, finished=step == steps)
+            self.console.print(printable(f"{done}: {where}"), highlight=False, soft_wrap=True)
+        return RunEnd(folder, step, finished, best)
+
+    def _begin_early_stopping(self, metrics: MetricsFile | None) -> EarlyStopping | None:
+        """Early stopping with the validations of the run so far, equal on all processes; None without it. A run that
+        began without it, and therefore has no checkpoint of the lowest loss, counts from here."""
+        patience = self.config.schedule.early_stopping_patience
+        if patience is None:
+            return None
+        if not len(self.valid):
+            raise SettingError("early_stopping_patience", "needs validation data, but `split` leaves no rows for it")
+        early = EarlyStopping(patience)
+        if metrics is not None:
+            early.add_rows(metrics.rows)
+            if early.step and not self.checkpoint_folder(early.step).is_dir():
+                early = EarlyStopping(patience)
+        return from_all(early)[0]
+
+    def _write_status(self, state: str, step: int) -> None:
+        """Write status.json on the main process."""
+        early = self.early_stopping
+        best = None if early is None or not early.step else {"step": early.step, "eval_loss": early.loss}
+        if self.main:
+            write_status(self.output, state, step, self.config.schedule.last_step, best)
+
+    def kept_checkpoints(self) -> KeptCheckpoints:
+        """Checkpoints that stay once the next one is complete."""
+        keep_last, early = self.config.checkpoint.keep_last, self.early_stopping
+        if early is None:
+            return KeptCheckpoints(keep_last)
+        return KeptCheckpoints(keep_last, early.step, 0 if self._saves(early.previous) else early.previous)
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`. Every process calls it; `metrics` is None on all but the main one."""
@@ -197,7 +264,7 @@ class TrainingLoop(abc.ABC):
         with raised_everywhere():
             if metrics is not None:
                 plot_loss(metrics.rows, self.output / "loss.png")
-                write_status(self.output, "running", step, self.config.schedule.steps)
+                self._write_status("running", step)
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
@@ -226,14 +293,18 @@ class TrainingLoop(abc.ABC):
 
     def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:
         """(evaluates, saves, samples) after `step`; after the `last` step, whatever is enabled."""
-        logging, checkpoint = self.config.logging, self.config.checkpoint
+        logging = self.config.logging
 
         def due(interval: int) -> bool:
             return bool(interval) and (last or step % interval == 0)
 
         evaluates = bool(len(self.valid)) and due(logging.eval_interval)
-        saves = last or step in checkpoint.saves or due(checkpoint.save_interval)
-        return evaluates, saves, due(logging.sample_interval)
+        return evaluates, last or self._saves(step), due(logging.sample_interval)
+
+    def _saves(self, step: int) -> bool:
+        """True if `save_steps` or `save_interval` ask for a checkpoint of `step`."""
+        checkpoint = self.config.checkpoint
+        return step in checkpoint.saves or bool(checkpoint.save_interval and step % checkpoint.save_interval == 0)
 
 
 # Micro-batches of one data parallel rank's step, in the form that the engine's model takes, and the rank's summand of
@@ -274,14 +345,12 @@ class Trainer(TrainingLoop):
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
-        if self.main:
-            begun = "training" if step == 0 else f"resuming at step {step}:"
-            self.console.print(
-                f"{begun} {len(self.train):,} blocks of {self.config.data.seq_length} tokens, {len(self.valid):,} for "
-                f"validation{layout}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        rows, valid = len(self.train), len(self.valid)
+        epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
+        data = (
+            f"{rows:,} rows of {self.config.data.seq_length} tokens, read {epochs:.3g} times; {valid:,} for validation"
+        )
+        self.print_summary(step, data, layout)
 
     def run(self, step: int) -> RunEnd:
         self.prefetcher = Prefetcher(self.produce, step + 1)

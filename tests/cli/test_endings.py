@@ -225,7 +225,9 @@ def test_a_command_that_succeeds_destroys_its_process_groups(code: int) -> None:
 
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_one_line(tmp_path: Path) -> None:
-    launcher = _torchrun("pretrain", "--model", "/nowhere", "--data", "mock", "--output", str(tmp_path / "out"))
+    launcher = _torchrun(
+        "pretrain", "--model", "/nowhere", "--data", "mock", "--steps", "3", "--output", str(tmp_path / "out")
+    )
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode != 0
     assert len([line for line in said.splitlines() if line.startswith("dlm-bridge: ")]) == 1, said

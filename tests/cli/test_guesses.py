@@ -65,8 +65,9 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         (f"{GIVEN} --save-total-limit 2 --eval-steps 5", {"keep_last": 2, "eval_interval": 5}),
         (f"{GIVEN} --lr 1e-4 --learning-rate 1e-4", {"lr": 1e-4}),
         (f"{GIVEN} --engine megatron --tensor-model-parallel-size 2", {"tp": 2}),
-        ("pretrain m --data a b 0.5 --output o", {"model": "m", "data": ["a", "b", "0.5"]}),  # an unquoted glob
-        ("pretrain --data=a b --output o --model m", {"model": "m", "data": ["a", "b"]}),
+        # An unquoted glob.
+        ("pretrain m --data a b 0.5 --output o --steps 9", {"model": "m", "data": ["a", "b", "0.5"]}),
+        ("pretrain --data=a b --output o --model m --steps 9", {"model": "m", "data": ["a", "b"]}),
         ("pretrain --data a b schedule.steps=3 --output o --model m", {"data": ["a", "b"], "steps": 3}),
         ("pretrain --model m --data d --output o --train-iters 7", {"model": "m", "steps": 7}),
         (f"{GIVEN} schedule.steps=200 optimizer.learning_rate=1e-3", {"steps": 200, "lr": 1e-3}),
@@ -112,7 +113,10 @@ def test_a_data_file_with_an_equals_sign_is_no_override(
     monkeypatch.chdir(tmp_path)
     for name in ("part=1.txt", "part=2.txt"):
         (tmp_path / name).write_text("text")
-    assert run(monkeypatch, *["pretrain", "m", "--output", "o", "--data", "part=1.txt", "part=2.txt"]) == 0
+    assert (
+        run(monkeypatch, *["pretrain", "m", "--steps", "9", "--output", "o", "--data", "part=1.txt", "part=2.txt"])
+        == 0
+    )
     assert configs[0].data.data == ["part=1.txt", "part=2.txt"]
 
 

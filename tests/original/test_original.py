@@ -10,18 +10,21 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge import CheckpointError, MissingExtraError, SettingError
 from dlm_bridge.models.families import families
+from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from dlm_bridge.original import comparison
 from dlm_bridge.original.comparison import requirements, verify_original
-from tests.checkpoints import write_llada
+from tests.checkpoints import llada_config, write_llada
 from tests.convert.helpers import run_cli
 from tests.refusals import refused
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import verify_published
+import reproduce
 
 CODE = Path(__file__).parent / "original_code"
 HERE = sys.executable  # has what that code needs
@@ -191,28 +194,80 @@ def test_the_script_takes_every_family_that_has_code_of_its_own(
     # Classes of dLLM's package or of transformers, and one that has no public id.
     without_code = {"a2d_qwen2", "a2d_qwen3", "a2d_llama", "diffullama", "difflm", "diffusion_gemma"}
     own = {spec.name for spec in families() if spec.kind == "diffusion" and not spec.derived_from} - without_code
-    assert own == set(verify_published.SMALLEST)
-    for name, checkpoint in verify_published.SMALLEST.items():
+    assert own == set(reproduce.SMALLEST)
+    for name, checkpoint in reproduce.SMALLEST.items():
         card = (Path(__file__).parents[2] / "model_cards" / f"{name}.md").read_text()
         assert f"verify {checkpoint} --against-original" in card, name
     logits = {"difference": 2e-6, "allowed": 1e-5}
     sample = {"name": "greedy sample", "kind": "values", "detail": "step 3"}
-    whole = {"b": "M (torch 2)", "tensors": 9, "logits": logits, "equal": True, "differences": []}
-    verdicts = iter([whole, {**whole, "equal": False, "differences": [sample]}, {"error": "no room on a|b"}])
-    monkeypatch.setattr(verify_published, "_verify", lambda *_: next(verdicts))
-    page = tmp_path / "page.md"
-    chosen = ("--family", "llada", "--family", "dream", "--family", "sdar")
-    assert verify_published.main([*chosen, "--trust-remote-code", "--output", str(page)]) == 1
-    equal, differs, failed = page.read_text().splitlines()[-3:]
+    whole = {"agrees": True, "b": "M (torch 2)", "tensors": 9, "logits": logits, "equal": True, "differences": []}
+    verdicts = iter(
+        [whole, {**whole, "agrees": False, "equal": False, "differences": [sample]}, {"error": "no room on a|b"}]
+    )
+    monkeypatch.setattr(reproduce, "_verify", lambda *_: next(verdicts))
+    chosen = ("--only", "llada", "--only", "dream", "--only", "coda", "--trust-remote-code", "--output", str(tmp_path))
+    assert reproduce.main([*chosen]) == 1
+    equal, differs, failed = [line for line in (tmp_path / "report.md").read_text().splitlines() if "`" in line[:40]]
     assert equal.startswith(
         "| llada | `GSAI-ML/LLaDA-8B-Base` | M (torch 2) | 9 | 2.0e-06 (1.0e-05) | equal | equal |"
     )
     assert "| differs | 1 differences, first greedy sample |" in differs
     assert failed.endswith("not compared: no room on a\\|b |")
+    verdicts = iter([whole])  # what failed is tried again, and nothing else
+    assert reproduce.main([*chosen]) == 1
+    assert json.loads((tmp_path / "report.json").read_text())["verified"]["coda"]["agrees"]
+    assert reproduce.main(["--only", "no-such-row", "--output", str(tmp_path)]) == 2
 
 
 @pytest.mark.slow
-def test_the_script_refuses_without_consent(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--family", "llada", "--checkpoint", f"llada={checkpoint}"]
-    assert verify_published.main(arguments) == 2
+def test_the_script_refuses_without_consent(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--only", "llada", "--checkpoint", f"llada={checkpoint}", "--output", str(tmp_path / "report")]
+    assert reproduce.main(arguments) == 2
     assert "--trust-remote-code" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_script_measures_a_score(tmp_path: Path) -> None:
+    """A stand-in for a checkpoint and for the benchmark's data, with the published settings."""
+    checkpoint = tmp_path / "model"
+    rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "stand_in",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "fewshot_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["\n"]},
+        "filter_list": [{"name": "flexible-extract", "filter": [{"function": "take_first"}]}],
+    }
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 48}
+    config = llada_config(**small, embedding_size=288, vocab_size=288, mask_token_id=1, max_sequence_length=4096)
+    del config["auto_map"]
+    config |= {"eos_token_id": 0, "pad_token_id": 0}
+    LLaDAModelLM(LLaDAConfig(**config)).save_pretrained(checkpoint)
+    bytewise = ByteLevelBPETokenizer()
+    bytewise.train_from_iterator(["1 + 1"], vocab_size=258, special_tokens=["<eos>", "<mask>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise._tokenizer, eos_token="<eos>", mask_token="<mask>")
+    tokenizer.save_pretrained(checkpoint)
+    output = tmp_path / "report"
+    words = ["--only", "llada-base", "--checkpoint", f"llada-base={checkpoint}", "--output", str(output)]
+    assert (
+        reproduce.main([*words, "--task", f"gsm8k={tmp_path / 'task.yaml'}", "--limit", "3", "--batch-size", "3"]) == 1
+    )
+    report = json.loads((output / "report.json").read_text())
+    row = report["scores"]["llada-base"]
+    assert (row["shots"], row["documents"], row["published"]) == (5, 3, 70.0)
+    assert row["settings"] == {"gen_length": 256, "steps": 256, "block_length": 256}
+    assert (row["ours"], row["agrees"]) == (0.0, False)  # random weights
+    (digest,) = reproduce.digest(str(checkpoint)).values()
+    assert row["weights"] == {"model.safetensors": digest}
+    assert report["machine"]["code_sha256"] == reproduce.machine()["code_sha256"]
+    assert reproduce.main(["--only", "a2d-coder-mdlm", "--output", str(output)]) == 1  # not without consent

@@ -52,7 +52,9 @@ def command(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def _command(*flags: str) -> int:
         options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--seq-length", "16"]
         monkeypatch.setattr(
-            sys, "argv", ["dlm-bridge", "pretrain", *options, "--output", str(tmp_path / "run"), *flags]
+            sys,
+            "argv",
+            ["dlm-bridge", "pretrain", *options, "--output", str(tmp_path / "run"), "--steps", "9", *flags],
         )
         with pytest.raises(SystemExit) as stopped:
             main()
@@ -213,7 +215,7 @@ def test_a_shard_s_name_of_any_length_is_one_short_line(
     index = {"weight_map": {"lm_head.weight": "x" * 100_000}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     options = ["--model", str(model), "--data", "mock", "--output", str(tmp_path / "run"), "--dry-run"]
-    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *options])
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *options, "--steps", "9"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2

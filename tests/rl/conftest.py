@@ -113,7 +113,9 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(policy_folder: Path, problems: Path, reward: str) -> Run:
     """Train in this process and give the rows of metrics.jsonl: run(folder, resume=False, **changed options)."""
 
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
+    def _run(
+        output: Path, resume: bool = False, console: Console | None = None, **changes: Any
+    ) -> list[dict[str, Any]]:
         AcceleratorState._reset_state(reset_partial_state=True)
         values: dict[str, Any] = {
             "model": str(policy_folder),
@@ -133,7 +135,7 @@ def run(policy_folder: Path, problems: Path, reward: str) -> Run:
             "save_interval": 0,
         }
         values |= {"reward": [reward]} if changes.get("method", "diffu-grpo") != "vrpo" else {}
-        train(RLConfig.from_flags(**{**values, **changes}), resume, Console(quiet=True))
+        train(RLConfig.from_flags(**{**values, **changes}), resume, console or Console(quiet=True))
         return read_metrics(output)
 
     return _run

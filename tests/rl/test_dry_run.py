@@ -28,7 +28,7 @@ def given(policy_folder: Path, problems: Path, reward: str, tmp_path: Path) -> d
 
 
 def plan(given: dict[str, Any], gpus: int = 4, **changes: Any) -> DryRun:
-    return rl_dry_run(RLConfig.from_flags(**{**given, **changes}), gpus)
+    return rl_dry_run(RLConfig.from_flags(**{"precision": "fp32", **given, **changes}), gpus)
 
 
 def parameters(run: DryRun) -> int:

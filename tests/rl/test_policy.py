@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge.generation import batch_size
@@ -286,6 +288,19 @@ def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dic
     assert rows[-1]["reward"] > 0.8
     assert rows[-1]["eval_reward"] > 0.9
     assert (rows[-1]["kl"] is not None) == ("updates" in changes)
+
+
+@pytest.mark.parametrize(("score", "steps", "count"), [("1.0", 12, 1), ("1.0", 2, 1), ("i % 2", 11, 0)])
+def test_a_run_whose_rewards_are_all_equal_warns_once(
+    run: Run, tmp_path: Path, score: str, steps: int, count: int
+) -> None:
+    (tmp_path / "score.py").write_text(
+        f"def score(prompts, texts, rows):\n    return [{score} for i in range(len(texts))]"
+    )
+    console = Console(file=io.StringIO(), width=80)
+    rows = run(tmp_path / "run", console=console, steps=steps, reward=[f"{tmp_path}/score.py:score"], gen_length=1)
+    assert [row["idle_groups"] for row in rows] == [float(count > 0)] * steps
+    assert console.file.getvalue().count("idle_groups") == count  # type: ignore[attr-defined]
 
 
 def test_a_resume_goes_on_as_if_nothing_had_been(run: Run, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dlm_bridge.errors import InputFileError, LayoutError, SettingError
 from dlm_bridge.settings import GUESSES, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, read_yaml
+from dlm_bridge.train.setup import with_precision
 from tests.refusals import refused
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
@@ -41,7 +43,7 @@ def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path: Path) -
     assert config.optimizer.beta2 == TrainConfig.from_flags(**GIVEN).optimizer.beta2
 
 
-@pytest.mark.parametrize("length", [{}, {"epochs": 2}])
+@pytest.mark.parametrize("length", [{"steps": 7}, {"epochs": 2}, {"tokens": 2000}])
 def test_the_written_configuration_reads_back(tmp_path: Path, length: dict[str, int]) -> None:
     options = {"lr": 1e-5, "micro_batch_size": 4, "exit_duration": 2.5, "from_scratch": True, **length}
     config = TrainConfig.from_flags(**GIVEN, **options)
@@ -97,7 +99,7 @@ def test_keys_of_earlier_versions_are_read_with_one_warning(tmp_path: Path, capl
 def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
     file = _yaml(tmp_path, "data: {data: [0.3, a, 7e-1, b]}\n")
     output = {"output": str(tmp_path)}
-    config = load_config({**GIVEN, **output, "data": read_yaml(file)["data"]})
+    config = load_config({**GIVEN, **output, "data": read_yaml(file)["data"], "steps": 9})
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_config(output, resume=True).data.data == ["0.3", "a", "7e-1", "b"]
     assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data.data[1] == "c"  # moved
@@ -144,11 +146,11 @@ def test_a_file_that_gives_an_error_when_read_is_named(tmp_path: Path) -> None:
     ("values", "steps", "epochs"),
     [
         ("schedule: {steps: 7}", 7, None),
-        ("schedule: {epochs: 2}", 1000, 2),
-        ("schedule: {num_train_epochs: 2, epochs: 2}", 1000, 2),
+        ("schedule: {epochs: 2}", None, 2),
+        ("schedule: {num_train_epochs: 2, epochs: 2}", None, 2),
     ],
 )
-def test_epochs_replace_steps(tmp_path: Path, values: str, steps: int, epochs: int | None) -> None:
+def test_epochs_replace_steps(tmp_path: Path, values: str, steps: int | None, epochs: int | None) -> None:
     """In one source they exclude each other; the command line overrides either one in the file."""
     file = _yaml(tmp_path, values)
     schedule = load_config(GIVEN, file).schedule
@@ -161,9 +163,67 @@ def test_epochs_replace_steps(tmp_path: Path, values: str, steps: int, epochs: i
             load_config({**GIVEN, **flags}, path)
 
 
+def test_the_length_of_a_run_by_command(tmp_path: Path) -> None:
+    """sft has three epochs, which a number of steps replaces; pretrain needs a length; a run has one."""
+    lengths = [load_config({**GIVEN, **length}, task="sft").schedule for length in ({}, {"steps": 5}, {"epochs": 2})]
+    assert [(each.steps, each.epochs) for each in lengths] == [(None, 3), (5, None), (None, 2)]
+    assert load_config({**GIVEN, "tokens": 5000}).schedule.steps is None
+    with refused(SettingError, "steps", "`tokens`"):
+        load_config(GIVEN)
+    for other in ("epochs", "tokens"):
+        with refused(SettingError, other, "`steps`"):
+            TrainConfig.from_flags(**GIVEN, steps=5, **{other: 5})
+    with refused(SettingError, "tokens"):
+        TrainConfig.from_flags("sft", **GIVEN, tokens=5)
+    assert TrainConfig.from_flags("sft", **GIVEN).replace(steps=4).schedule.epochs is None
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "lr"),
+    [
+        ("pretrain", {}, 1e-4),
+        ("pretrain", {"from_scratch": True}, 3e-4),
+        ("pretrain", {"lora_rank": 4}, 2.5e-4),
+        ("sft", {}, 2.5e-5),
+        ("sft", {"adapter": "folder"}, 2.5e-4),
+        ("sft", {"lora_rank": 4, "lr": 1e-5}, 1e-5),
+    ],
+)
+def test_the_learning_rate_fits_the_command_and_the_adapter(task: str, options: dict[str, Any], lr: float) -> None:
+    assert TrainConfig.from_flags(task, **GIVEN, **options).optimizer.lr == lr
+
+
+def test_a_resumed_run_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """Also if its config.yaml is of a version with other defaults, or without the option."""
+    output = {"output": str(tmp_path)}
+    written = yaml.safe_load(TrainConfig.from_flags(**{**GIVEN, **output}, steps=7, precision="fp32").to_yaml())
+    del written["precision"], written["data"]["seq_length"], written["schedule"]["steps"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    found = load_config({**output, "tokens": 5000}, resume=True)
+    assert (found.precision.precision, found.data.seq_length, found.schedule.steps) == ("fp32", 1024, 1000)
+    assert with_precision(TrainConfig.from_flags(**{**GIVEN, **output}), resume=True).precision.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "native", "precision"), [(True, True, "bf16"), (True, False, "fp32"), (False, True, "fp32")]
+)
+def test_bf16_is_the_default_on_a_gpu_that_has_it(
+    gpu: bool, native: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    config = TrainConfig.from_flags(**GIVEN)
+    assert with_precision(config).precision.precision == precision
+    assert with_precision(config, gpu=True).precision.precision == "bf16"
+    assert with_precision(config.replace(precision="fp16")).precision.precision == "fp16"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        ({"early_stopping_patience": 2, "eval_interval": 0}, "early_stopping_patience"),
+        ({"early_stopping_patience": 2, "split": "1,0,0"}, "early_stopping_patience"),
+        ({"early_stopping_patience": 0}, "early_stopping_patience"),
         ({"model": ""}, "model"),
         ({"data": []}, "data"),
         ({"steps": 0}, "steps"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,19 @@ def test_a_line_of_a_log_file_is_whole() -> None:
     with TrainingProgress(Console(file=file, width=80), 10_000, 0, enabled=True) as progress:
         progress.show(_row(10_000, tokens_per_s=1234567.8, peak_memory=2**36, eval_loss=1.2345))
     assert file.getvalue().splitlines() == [
-        "step 10000/10000  loss 2.0000  1,234,568 tokens/s (5 per device)  64.0 GiB  validation 1.2345"
+        "step 10000/10000  loss 2.0000  validation 1.2345  1,234,568 tokens/s (5 per device)  64.0 GiB"
     ]
+
+
+def test_a_terminal_of_80_columns_shows_the_counter_and_the_time_left() -> None:
+    file = io.StringIO()
+    with TrainingProgress(Console(file=file, width=80, force_terminal=True), 10_000, 0, enabled=True) as progress:
+        for step in (1, 2):
+            progress.show(_row(step, tokens_per_s=1234567.8, peak_memory=2**36, eval_loss=1.2345))
+    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    last = [line for line in shown if "loss 2.0000" in line][-1]
+    assert re.search(r" 2/10000 +\d+:\d\d:\d\d left ", last)
+    assert len(last.rstrip()) <= 80
 
 
 @pytest.fixture

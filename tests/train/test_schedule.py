@@ -178,18 +178,20 @@ def check_jump(train: Run, tmp_path: Path) -> None:
 def test_epochs_are_the_steps_that_read_the_data_as_often(tmp_path: Path, run: Run) -> None:
     """Also with a growing batch and after a resume, which keeps the number of steps."""
     options: dict[str, Any] = {"eval_interval": 0, "save_interval": 0}
-    found = run(tmp_path / "epochs", epochs=2, **options)
+    found = run(tmp_path / "epochs", steps=None, epochs=2, **options)
     state = load_state(tmp_path / f"epochs/checkpoints/step-{len(found):07d}")
     assert len(found) == math.ceil(2 * state["train_blocks"] / 8) > 10
     wanted = without_speed(run(tmp_path / "steps", **options, steps=len(found)))
     assert without_speed(found) == wanted
-    run(tmp_path / "cut", epochs=2, **options, exit_duration=0.0)
+    run(tmp_path / "cut", steps=None, epochs=2, **options, exit_duration=0.0)
     assert load_config({"output": str(tmp_path / "cut"), "epochs": 3}, resume=True).schedule.steps == len(found)
     for _ in range(2):  # the second finds it finished
-        assert without_speed(run(tmp_path / "cut", resume=True, epochs=3, **options)) == wanted
+        assert without_speed(run(tmp_path / "cut", resume=True, steps=None, epochs=3, **options)) == wanted
     grown = with_steps(config(**RAMP, epochs=3), blocks=10)
     samples = batch_sampler(grown).samples_before
-    assert samples(grown.schedule.steps) < 30 <= samples(grown.schedule.steps + 1)
+    assert samples(grown.schedule.last_step) < 30 <= samples(grown.schedule.last_step + 1)
+    read = with_steps(config(seq_length=16, global_batch_size=8, tokens=1000))
+    assert 8 * 16 * (read.schedule.last_step - 1) < 1000 <= 8 * 16 * read.schedule.last_step
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

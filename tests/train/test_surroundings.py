@@ -62,7 +62,17 @@ def test_a_tracker_that_is_not_installed(
     tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hide(monkeypatch, "wandb")
-    options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--trackers", "wandb"]
+    options = [
+        "--model",
+        values["model"],
+        "--from-scratch",
+        "--data",
+        values["data"][0],
+        "--trackers",
+        "wandb",
+        "--steps",
+        "9",
+    ]
     flags = [*options, "--output", str(tmp_path / "run"), "--seq-length", "16", "--global-batch-size", "2"]
     monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *flags])
     with pytest.raises(SystemExit) as stopped:

@@ -45,6 +45,7 @@ from dlm_bridge.train.setup import (
     resolve_objective,
     start_run,
     training_errors,
+    with_seq_length,
     write_config,
 )
 
@@ -86,7 +87,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
                 trainer.write_shared_files()
             checkpoints.remove_leftovers(start.output)
             write_config(trainer.config, start.output)
-    trainer.announce(step, f"; {describe_layout(config)}")
+    trainer.announce(step, f", {describe_layout(config)}")
     return trainer.run(step)
 
 
@@ -129,6 +130,7 @@ def assemble(
     source = open_megatron_source(config, checkpoint)
     config, objective = resolve_objective(config, source.model, step)
     config = with_lora(config, source.model)
+    config = first_on_main(lambda: with_seq_length(config, source.model, objective.mask_token))
     adapter = LoraRun.of(config, source, checkpoint)
     mcore_config.check_sizes(config, objective)
     mcore_config.check_cuda_graphs(config, objective, source.bridge.family.attention_pattern)

@@ -104,6 +104,7 @@ from dlm_bridge.train.checkpoints import (
     write_rank_digests,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.early_stopping import KeptCheckpoints
 from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.setup import check_same_model
 
@@ -321,7 +322,7 @@ class CheckpointManager:
         self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
-        self.keep_last = config.checkpoint.keep_last
+        self.kept = KeptCheckpoints(config.checkpoint.keep_last)
         self.factors, self.averages = factors, averages
         omitted = factors is not None or chunks[0].config.mtp_num_layers  # in an adapter's base, or trained
         self.mtp = {} if omitted or source is None else read_mtp_shard(source)
@@ -334,18 +335,25 @@ class CheckpointManager:
         for name in WRITER_LOGS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    def save(self, step: int, values: dict[str, Any], save_more: Callable[[Path], None] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        values: dict[str, Any],
+        save_more: Callable[[Path], None] | None = None,
+        kept: KeptCheckpoints | None = None,
+    ) -> Path:
         """Write an iteration; with `async_save` in the background, after the previous one is complete.
 
         Args:
             values: our own values, numbers and strings.
             save_more: called with the iteration's folder on every rank, to add files.
+            kept: iterations that stay once it is complete; by default the newest `keep_last`.
 
         Raises ResourceError if it cannot be written, CheckpointError if the first rank does not see the files of all,
         and WorkerError if a process that writes it was killed.
         """
         self.finish()
-        folder = self.root / f"iter_{step:07d}"
+        folder = self.folder(step)
         hidden = _hidden(folder)
         with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
             if dist.get_rank() == 0:
@@ -356,17 +364,21 @@ class CheckpointManager:
             if save_more is not None:
                 save_more(hidden)
         if request is None:
-            self._publish(folder, step)
+            self._publish(folder, step, kept or self.kept)
         else:
             assert self.queue is not None
             if request.async_fn is not None:  # None if a rank has nothing to write
                 write = partial(_write_with_digests, os.getpid(), request.async_fn, hidden, dist.get_rank())
                 request = request._replace(async_fn=write)
-            request.add_finalize_fn(lambda: self._publish(folder, step))
+            request.add_finalize_fn(lambda: self._publish(folder, step, kept or self.kept))
             with signals_blocked():
                 self.queue.schedule_async_request(request)
             self.pending, self.background = folder, self.queue.async_calls[-1].async_caller.process
         return folder
+
+    def folder(self, step: int) -> Path:
+        """Folder of the iteration of `step`."""
+        return self.root / f"iter_{step:07d}"
 
     def write(self, folder: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
         """Write an iteration into an empty folder; with `async_save` return the request for the background."""
@@ -462,8 +474,8 @@ class CheckpointManager:
             self.averages.take(state)
         return dict(state[STATE])
 
-    def _publish(self, folder: Path, step: int) -> None:
-        """Rename a complete iteration, update the tracker, and remove the oldest iterations."""
+    def _publish(self, folder: Path, step: int, kept: KeptCheckpoints) -> None:
+        """Rename a complete iteration, update the tracker, and remove the iterations that are not `kept`."""
         hidden, rank = _hidden(folder), dist.get_rank()
         with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
             own = rank_files(hidden, rank)
@@ -474,8 +486,8 @@ class CheckpointManager:
                 publish_folder(hidden, folder)
                 _write_tracker(self.root, step)
                 # Later ones exist if the tracker was set back; they do not count.
-                found = [path for number, path in named_checkpoints(self.root, NAME) if number <= step]
-                for old in found[: -self.keep_last] if self.keep_last else ():
+                found = [each for each in named_checkpoints(self.root, NAME) if each[0] <= step]
+                for old in kept.removed(found):
                     remove_checkpoint(old)
         self.pending = None
 

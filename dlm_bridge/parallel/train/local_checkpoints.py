@@ -127,7 +127,7 @@ class LocalCheckpoints:
 
     def __init__(self, config: TrainConfig) -> None:
         options = config.checkpoint
-        self.output, self.steps, self.copies = Path(options.output), config.schedule.steps, options.local_copies
+        self.output, self.steps, self.copies = Path(options.output), config.schedule.last_step, options.local_copies
         agreed(self.output, [LOCAL_RECORD], _content)
         with raised_everywhere():
             record, start = Record.read(self.output), uuid.uuid4().hex[:12]

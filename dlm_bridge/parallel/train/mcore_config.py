@@ -301,6 +301,7 @@ def check_model(
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
     """Raise LayoutError for rows and batches that a run's layout does not divide."""
     streams, vp, pp = objective.streams, config.parallel.vp, config.parallel.pp
+    check_sequence(config)
     rank_positions(streams * config.data.seq_length, config.parallel.cp, streams)
     processes = parallel_state.get_data_parallel_world_size()
     micro, _ = config.data.accumulation(processes)

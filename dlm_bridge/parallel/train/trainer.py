@@ -286,7 +286,10 @@ class MegatronTrainer(Trainer):
                     write_hub_config(self.output, self.source, self.depths > 0)
         # A background save forks this process: no thread may hold a lock.
         with self.producing, gathered_weights(self.chunks):
-            return self.checkpoints.save(step, {"train_blocks": len(self.train)})
+            return self.checkpoints.save(step, {"train_blocks": len(self.train)}, kept=self.kept_checkpoints())
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.checkpoints.folder(step)
 
     def load_checkpoint(self, folder: Path) -> None:
         self.check_same_data(self.checkpoints.load(folder)["train_blocks"])

@@ -45,6 +45,7 @@ from dlm_bridge.train.checkpoints import (
     write_state,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.early_stopping import KeptCheckpoints
 from dlm_bridge.train.ema import AveragedModel
 from dlm_bridge.train.lora import Adapter
 
@@ -63,6 +64,7 @@ def save_run(
     state: dict[str, Any],
     averages: AveragedModel | None = None,
     save_more: Callable[[Path], None] | None = None,
+    kept: KeptCheckpoints | None = None,
 ) -> Path:
     """Write the checkpoint of `step`, and remove old ones. Collective. Returns the folder.
 
@@ -71,6 +73,7 @@ def save_run(
         optimizer: the optimizer, with or without Accelerate's wrapper.
         state: state of the trainer; the state of the gradient scaler is added.
         save_more: writes more files to the folder, on every process of a sharded run, otherwise on the main one.
+        kept: by default the newest `keep_last`.
 
     Raises:
         ResourceError: the disk is full. Raised on every process.
@@ -96,7 +99,7 @@ def save_run(
                     save_more(folder)
                 write_state(folder, step, tokenizer, state)
         if main:
-            remove_old_checkpoints(output, config.checkpoint.keep_last)
+            remove_old_checkpoints(output, kept or KeptCheckpoints(config.checkpoint.keep_last))
     return step_folder(output, step)
 
 

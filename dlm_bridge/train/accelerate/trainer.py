@@ -54,6 +54,7 @@ from dlm_bridge.train.setup import (
     starting_model,
     training_errors,
     trains_on_cpu,
+    with_seq_length,
     write_config,
 )
 from dlm_bridge.train.trainer import Processes, Trainer, TrainingLoop
@@ -110,6 +111,7 @@ def assembled(
     prepare_canvas_model(model, config)
     config = with_lora(config, model)
     with accelerator.main_process_first():
+        config = with_seq_length(config, model, objective.mask_token)
         data = load_data(config, model, objective.mask_token)
     config = with_steps(config, len(data[0]))
     with fsdp.process_group(config):
@@ -233,7 +235,7 @@ class AccelerateTrainer(Trainer):
     def save_checkpoint(self, step: int) -> Path:
         return save_run(
             self.config, self.accelerator, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer,
-            {"train_blocks": len(self.train)}, self.averages,
+            {"train_blocks": len(self.train)}, self.averages, kept=self.kept_checkpoints(),
         )  # fmt: skip
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ from dlm_bridge.settings import check_option, options_of
 from dlm_bridge.train.config.objective import ObjectiveOptions
 from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
+    LENGTHS,
     PASSED_THROUGH,
     CheckpointOptions,
     DataOptions,
@@ -26,6 +27,7 @@ from dlm_bridge.train.config.sections import (
     PrecisionOptions,
     ScheduleOptions,
     check_optimizer,
+    default_learning_rate,
 )
 
 
@@ -61,9 +63,15 @@ class TrainConfig:
             raise TypeError(f"{cls.__name__} has no option {unknown[0]}")
         if task not in cls.tasks:
             raise SettingError("task", f"{task!r} is not one of {', '.join(cls.tasks)}")
+        defaults = {name: option.default_for(task) for name, option in options.items()}
+        if any(flags.get(name) is not None for name in LENGTHS):
+            defaults |= dict.fromkeys(LENGTHS)
+        adapts = bool(flags.get("lora_rank") or flags.get("adapter"))
+        if lr := default_learning_rate(task, adapts, bool(flags.get("from_scratch"))):
+            defaults["lr"] = lr
         sections: dict[str, dict[str, Any]] = {}
         for name, option in options.items():
-            value = flags.get(name, option.default_for(task))
+            value = defaults[name] if name in LENGTHS and flags.get(name) is None else flags.get(name, defaults[name])
             sections.setdefault(option.section, {})[name] = list(value) if option.default == [] else value
         kinds = {field.name: field.default_factory for field in dataclasses.fields(cls)}
         return cls(task, **{name: kinds[name](**values) for name, values in sections.items()})  # type: ignore[operator]
@@ -75,15 +83,18 @@ class TrainConfig:
         return {"task": self.task} | values
 
     def replace(self, **flags: Any) -> Self:
-        """Copy with other values of some options."""
-        return self.from_flags(**(self.as_flags() | flags))
+        """Copy with other values of some options. A new length, such as `steps`, replaces the old one."""
+        length = dict.fromkeys(LENGTHS) if flags.keys() & set(LENGTHS) else {}
+        return self.from_flags(**(self.as_flags() | length | flags))
 
     def to_yaml(self) -> str:
-        """Format the nested configuration as a YAML file, which `load_config` reads: with `steps` or with `epochs`."""
-        values = dataclasses.asdict(self)
-        if self.schedule.epochs is not None:
-            del values["schedule"]["steps"]
-        return yaml.safe_dump(values, sort_keys=False)
+        """Format the nested configuration as a YAML file, which `load_config` reads."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+    def check_length(self) -> None:
+        """Raise SettingError if nothing decides the number of steps."""
+        if all(getattr(self.schedule, name) is None for name in LENGTHS):
+            raise SettingError("steps", "is missing: give `steps`, `tokens` or `epochs`")
 
     def check_batch(self, processes: int) -> None:
         """Raise LayoutError unless the processes can share the global batch evenly."""
@@ -103,7 +114,15 @@ class TrainConfig:
         model, data, objective, schedule = self.model, self.data, self.objective, self.schedule
         moe_losses = objective.moe_aux_loss_coeff or objective.moe_z_loss_coeff
         decay, end = schedule.wsd_decay_steps, "lr_decay_steps" if schedule.lr_decay_steps else "steps"
+        decay_end = schedule.lr_decay_steps or schedule.steps
+        patience = schedule.early_stopping_patience is not None
+        lengths = [name for name in LENGTHS if getattr(schedule, name) is not None]
         refuse(
+            *((True, other, f"excludes `{lengths[0]}`: give one of them") for other in lengths[1:]),
+            (patience and not self.logging.eval_interval, "early_stopping_patience",
+             "needs a validation: `eval_interval` is 0"),
+            (patience and not data.valid_data and not data.split_fractions[1], "early_stopping_patience",
+             f"needs validation data: give `valid_data`, or a `split` with a part for it, not {data.split}"),
             (schedule.min_lr > self.optimizer.lr, "min_lr", f"{schedule.min_lr} is above `lr={self.optimizer.lr}`"),
             (bool(self.logging.sample_interval) != bool(self.logging.sample_prompt), "sample_interval",
              "and `sample_prompt` belong together: give both"),
@@ -120,8 +139,8 @@ class TrainConfig:
             (schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.warmup_steps,
              "lr_decay_steps",
              f"{schedule.lr_decay_steps} is not after `warmup_steps={schedule.warmup_steps}`"),
-            (decay is not None and decay > schedule.decay_end and schedule.epochs is None, "wsd_decay_steps",
-             f"{decay} is more than `{end}={schedule.decay_end}`"),
+            (decay is not None and decay_end is not None and decay > decay_end, "wsd_decay_steps",
+             f"{decay} is more than `{end}={decay_end}`"),
             (model.adapter is not None and model.lora_rank, "lora_rank",
              "excludes `adapter`, which has a rank of its own"),
             (model.adapts and model.from_scratch, "from_scratch",
@@ -220,7 +239,7 @@ class TrainConfig:
         refuse(
             (not self.parallel.sharded_sequence, "tp_overlap",
              "overlaps the communication of sequence parallelism: it needs `tp` above 1 with it"),
-            (precision.precision not in ("bf16", "fp8"), "tp_overlap",
+            (precision.precision not in ("auto", "bf16", "fp8"), "tp_overlap",
              f"excludes `precision={precision.precision}`: userbuffers add in bf16: use bf16 or fp8"),
         )  # fmt: skip
         exclude("tp_overlap",

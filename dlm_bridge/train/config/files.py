@@ -16,8 +16,10 @@ from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of, typed
 from dlm_bridge.train.config import RLConfig, TrainConfig
-from dlm_bridge.train.config.sections import yaml_value
+from dlm_bridge.train.config.sections import LENGTHS, yaml_value
 
+# Of versions whose config.yaml may lack these options.
+EARLIER_DEFAULTS: dict[str, Any] = {"steps": 1000, "seq_length": 1024, "precision": "fp32"}
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=TrainConfig)
 Refusal = Callable[[str], DlmBridgeError]  # constructs the error for a reason
@@ -55,13 +57,14 @@ def load_config_as(
         raise InputFileError(file, f"is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"
     if not (resume and "output" in values and own.is_file()):
-        return config_class.from_flags(**values)
+        config = config_class.from_flags(**values)
+        config.check_length()
+        return config
     began, where = read_run_config(own, config_class), f"the run in {values['output']} began with"
     if began.get("task", "pretrain") != task:
         raise SettingError("output", f"{values['output']} contains a run of dlm-bridge {began['task']}")
-    if values.pop("epochs", None) is not None:
-        given = f", {began['steps']}" if "steps" in began else ""
-        _warn_once(f"{own}: a resumed run keeps its number of steps{given}; `steps` prolongs it")
+    if [name for name in ("epochs", "tokens") if values.pop(name, None) is not None]:
+        _warn_once(f"{own}: a resumed run keeps its number of steps, {began['steps']}; `steps` prolongs it")
     for name, option in options_of(config_class).items():
         before = began.get(name, option.default_for(task))
         if option.fixed and values.get(name) is not None and values[name] != before:
@@ -74,14 +77,13 @@ def load_config_as(
 
 
 def _overriding(file: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Options of a file, overridden by `flags`. `steps` and `epochs` exclude each other in one source, and override
-    each other between sources. Raises SettingError."""
+    """Options of a file, overridden by `flags`. The `LENGTHS` exclude each other in one source, and override each
+    other between sources. Raises SettingError."""
     for values in (file, flags):
-        if values.get("steps") is not None and values.get("epochs") is not None:
-            raise SettingError("epochs", "excludes `steps`: give one of them")
-    for name, other in (("steps", "epochs"), ("epochs", "steps")):
-        if flags.get(name) is not None:
-            file.pop(other, None)
+        if len(given := [name for name in LENGTHS if values.get(name) is not None]) > 1:
+            raise SettingError(given[1], f"excludes `{given[0]}`: give one of them")
+    if any(flags.get(name) is not None for name in LENGTHS):
+        file = {name: value for name, value in file.items() if name not in LENGTHS}
     return file | flags
 
 
@@ -180,9 +182,10 @@ def read_run_config(path: Path, config_class: type[TrainConfig] = TrainConfig) -
     Files of early versions are flat, with the names of options as keys."""
     values, options = _mapping(path), options_of(config_class)
     if not values.keys() <= {"task", *options} or any(isinstance(value, Mapping) for value in values.values()):
-        return read_yaml(path, config_class)
+        return EARLIER_DEFAULTS | read_yaml(path, config_class)
     try:
-        return {name: value if name == "task" else typed(options[name], value) for name, value in values.items()}
+        found = {name: value if name == "task" else typed(options[name], value) for name, value in values.items()}
+        return EARLIER_DEFAULTS | found
     except SettingError as error:
         raise InputFileError(path, f"{error.field} {error.reason}") from None
 

@@ -22,8 +22,10 @@ from dlm_bridge.settings import (
 )
 
 ENGINES = tuple(dict.fromkeys(["accelerate", "megatron", *registered("engines")]))  # megatron: known where absent
+LENGTHS = ("steps", "epochs", "tokens")  # the length of a run is one of them
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TRACKERS = ("tensorboard", "wandb")
 DYNAMIC_CP = (
     "megatron-core's dynamic context parallelism needs batches of its own, without masks: pack rows, and use the "
@@ -106,8 +108,9 @@ class DataOptions:
     )  # fmt: skip
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
     seq_length: int = option(
-        1024, "Tokens per sequence.", minimum=1, fixed=True, aliases=("max_seq_length", "max_length"), common=True
-    )
+        0, "Tokens per sequence; 0: what the data need (sft), 1024 (pretrain), at most the model's context.",
+        minimum=0, fixed=True, task_defaults={"rl": 1024}, aliases=("max_seq_length", "max_length"), common=True,
+    )  # fmt: skip
     global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True, common=True)
     micro_batch_size: int | None = option(
         None, "Sequences per forward pass of a process.", minimum=1, aliases=("per_device_train_batch_size",),
@@ -198,15 +201,21 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The optimizer and its peak learning rate."""
+    """The optimizer and its peak learning rate.
+
+    Sources of the default learning rates: `pretrain` from scratch as Llama 3 8B (arXiv 2407.21783, table 3), from
+    weights as dLLM's adaptation of autoregressive models (its examples/a2d/mdlm/pt.py); `sft` as LLaDA (arXiv
+    2502.09992, section 2.3); `rl` with an adapter as d1 (arXiv 2504.12216), whose LoRA has rank 128. Fine-tuning an
+    adapter takes ten times the rate of all weights ("LoRA Without Regret", thinkingmachines.ai, 2025).
+    """
 
     optimizer: str = option(
         "adamw", "adamw; muon for the layers' matrices; sgd (--engine megatron).", formerly="name",
         choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True, common=True,
     )  # fmt: skip
     lr: float = option(
-        3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6}, aliases=("learning_rate",),
-        common=True,
+        1e-4, "Peak learning rate. An adapter and --from-scratch have higher defaults.", minimum=0,
+        task_defaults={"sft": 2.5e-5, "rl": 1e-6}, aliases=("learning_rate",), common=True,
     )  # fmt: skip
     weight_decay: float = option(
         0.1,
@@ -233,6 +242,13 @@ class OptimizerOptions:
     )
 
 
+def default_learning_rate(task: str, adapts: bool, from_scratch: bool) -> float | None:
+    """Default of `lr` for an adapter or from scratch; None: the task's. `OptimizerOptions` gives the sources."""
+    if adapts:
+        return 3e-6 if task == "rl" else 2.5e-4
+    return 3e-4 if from_scratch and task == "pretrain" else None
+
+
 def check_optimizer(name: str, engine: str) -> None:
     """Raise SettingError for an optimizer that an engine does not support."""
     if (needed := OPTIMIZER_ENGINES.get(name, engine)) != engine:
@@ -241,12 +257,20 @@ def check_optimizer(name: str, engine: str) -> None:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Length of a run, and its learning rate schedule."""
+    """Length of a run, and its learning rate schedule. The length is one of `LENGTHS`; once the data are known,
+    `train.schedule.with_steps` replaces it by `steps`."""
 
-    steps: int = option(1000, "Optimizer steps.", minimum=1, aliases=("max_steps", "train_iters"), common=True)
+    steps: int | None = option(
+        None, "Optimizer steps.", minimum=1, task_defaults={"rl": 1000}, aliases=("max_steps", "train_iters"),
+        common=True,
+    )  # fmt: skip
     epochs: int | None = option(
         None, "Passes over the training data, instead of --steps. A resumed run keeps its number of steps.", minimum=1,
-        tasks=TRAINING, aliases=("num_train_epochs", "num_epochs"), common=True,
+        tasks=TRAINING, task_defaults={"sft": 3}, aliases=("num_train_epochs", "num_epochs"), common=True,
+    )  # fmt: skip
+    tokens: int | None = option(
+        None, "Tokens to train on, instead of --steps. A resumed run keeps its number of steps.", minimum=1,
+        tasks=("pretrain",), common=True,
     )  # fmt: skip
     lr_schedule: str = option(
         "cosine", "cosine, linear, constant, wsd (constant, then a final decay) or inverse-square-root.",
@@ -267,11 +291,21 @@ class ScheduleOptions:
         choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("lr_schedule", "wsd"),
     )  # fmt: skip
     exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
+    early_stopping_patience: int | None = option(
+        None, "End after N validations without a lower loss, and keep the best checkpoint.", minimum=1,
+        tasks=TRAINING, common=True, metavar="N",
+    )  # fmt: skip
+
+    @property
+    def last_step(self) -> int:
+        """Number of steps, once `with_steps` has set it."""
+        assert self.steps is not None, "the number of steps is not known yet"
+        return self.steps
 
     @property
     def decay_end(self) -> int:
         """Step at which the learning rate reaches its minimum."""
-        return self.lr_decay_steps or self.steps
+        return self.lr_decay_steps or self.last_step
 
 
 @dataclass(frozen=True)
@@ -371,8 +405,8 @@ class PrecisionOptions:
     """Number formats of weights and matrix products."""
 
     precision: str = option(
-        "fp32", "fp32, bf16, fp16 or fp8.", formerly="name", choices=("fp32", "bf16", "fp16", "fp8"),
-        aliases=("mixed_precision",), common=True,
+        "auto", "fp32, bf16, fp16, fp8, or auto: bf16 on a GPU that has it, else fp32.", formerly="name",
+        choices=("auto", *PRECISIONS), aliases=("mixed_precision",), common=True,
     )  # fmt: skip
     fp8_format: str = megatron_option(
         "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("precision", "fp8"),

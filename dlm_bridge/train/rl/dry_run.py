@@ -32,7 +32,7 @@ from dlm_bridge.train.rl.methods import check_model, check_settings
 from dlm_bridge.train.rl.replica import check_divides, check_split
 from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
-from dlm_bridge.train.setup import empty_model
+from dlm_bridge.train.setup import empty_model, with_precision
 
 UNCOUNTED = (
     "rewards run on the CPU; the memory plan covers the updates, the reference and value models are counted with the "
@@ -42,6 +42,7 @@ UNCOUNTED = (
 
 def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
     """Dry run of reinforcement learning, see `plan.dry_run.dry_run`. Rewards are not started, and rows not read."""
+    config = with_precision(config, resume, gpu=True if gpus is not None else None)
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
     found = find_rows(config.data.data, load=False)

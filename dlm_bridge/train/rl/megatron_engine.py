@@ -77,7 +77,7 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Run
                 write_config(config, start.output)
         if start.checkpoint is not None:
             trainer.load_checkpoint(start.checkpoint)
-        trainer.announce(start.step, f"; {describe_layout(config)}")
+        trainer.announce(start.step, f", {describe_layout(config)}")
         return trainer.run(start.step)
 
 

@@ -37,6 +37,8 @@ from dlm_bridge.train.rl.updates import (
     value_loss,
 )
 
+IDLE_STEPS = 10  # consecutive steps with mostly idle groups after which a run warns
+
 
 @dataclass(frozen=True)
 class LikelihoodPart:
@@ -60,6 +62,7 @@ class PolicyTrainer(RLTrainer[Problem]):
     def set_up(self) -> None:
         config = self.config
         self.seconds: dict[str, float] = {}  # of the last step
+        self.idle_steps = 0  # consecutive steps in which most groups were idle
         self.reward_workers = RewardWorkers(config.rl.reward, config.rl.reward_timeout, config.rl.reward_failure)
         self.rollouts = Rollouts(
             tokenizer=self.tokenizer,
@@ -230,19 +233,33 @@ class PolicyTrainer(RLTrainer[Problem]):
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
         count = self.config.data.global_batch_size
         mean = sums["reward"] / count
+        idle_groups = sums["idle"] * self.config.rl.group_size / count
+        self._warn_of_idle_groups(idle_groups)
         return RolloutRecord(
             **common,
             reward=mean,
             reward_std=math.sqrt(max(0.0, sums["reward_squares"] / count - mean**2)),
             rewards={name[3:]: value / count for name, value in sums.items() if name.startswith("of ")},
             failed_rewards=int(sums["failed"]),
-            idle_groups=sums["idle"] * self.config.rl.group_size / count,
+            idle_groups=idle_groups,
             kl=sums["kl"] if self.config.rl.kl_weight else None,
             value_loss=sums["value_loss"] if self.config.rl.value_model else None,
             clip_fraction=sums["clipped"] / max(1.0, sums["scored"]),
             completion_length=sums["scored"] / count,
             seconds=self.seconds,
         )
+
+    def _warn_of_idle_groups(self, idle_groups: float) -> None:
+        """Warn when most groups have been idle for IDLE_STEPS steps, or for the whole of a shorter run."""
+        self.idle_steps = self.idle_steps + 1 if idle_groups > 0.5 else 0
+        if self.main and self.idle_steps == min(IDLE_STEPS, self.config.schedule.steps):
+            self.console.print(
+                f"warning: nothing is learned from {idle_groups:.0%} of the prompts, whose completions all have the "
+                "same reward (idle_groups). Use a reward with more levels, prompts that are neither too easy nor too "
+                "hard, a higher `temperature` or a larger `group_size`",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def evaluate(self) -> float:
         """Mean reward of greedy answers to the held-out prompts."""

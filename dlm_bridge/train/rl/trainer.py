@@ -279,13 +279,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return (step - 1) * self.config.data.global_batch_size + self.processes.replica * self.per_replica
 
     def announce(self, step: int, layout: str = "") -> None:
-        if self.main:
-            begun = "training:" if step == 0 else f"resuming at step {step}:"
-            self.console.print(
-                f"{begun} {len(self.rows):,} rows, {len(self.valid):,} held out{layout}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        self.print_summary(step, f"{len(self.rows):,} rows, {len(self.valid):,} held out", layout)
 
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
         config, began = self.config, time.perf_counter()
