@@ -81,7 +81,9 @@ def test_what_a_block_shows_is_checked() -> None:
     sampled = [block for block in BLOCKS if samples.search(block.code)]
     assert len(sampled) >= 6
     unchecked = [f"{block.page}:{block.line}" for block in sampled if block.mark is None]
-    assert [place for place in unchecked if not place.startswith("docs/getting_started.md")] == []  # the README's, in one block
+    assert [
+        place for place in unchecked if not place.startswith("docs/getting_started.md")
+    ] == []  # the README's, in one block
 
 
 def test_checks_find_what_is_wrong(tmp_path: Path) -> None:
