@@ -3,8 +3,8 @@
 A block is bash or Python code between fences, or the commands of a row in a table of tasks and commands. Each page
 runs from top to bottom in an empty folder that has what the repository's root has. A comment above a block changes
 that: `<!-- not run: REASON -->` leaves it out (at the top of a page: all of the page's), `<!-- file: NAME -->` writes
-it to a file for a later block, `<!-- shows: CHECKS -->` checks its output (`shown.py`). Rows with placeholders, and
-servers, are left out.
+it to a file for a later block, `<!-- shows: CHECKS -->` checks its output (`shown.py`). Rows with placeholders,
+servers and conversations are left out. Models of `make demo` stand in for those of the Hub in the README.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge 
 TASK_CHECKS = {"generate demo-output/llada": "words; end", "generate demo-output/smollm2": "/[Rr]iver.* water/"}
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
 SECONDS = 600  # for one block
+# For models of the Hub in the README's first commands.
+STAND_INS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "demo-output/smollm2",
+    "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1": "demo-output/llada",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ def blocks(page: Path) -> Iterator[Block]:
             begin, language = found.end(), found["language"]
             code = text[begin : text.index("\n```", begin) + 1]
             mark, words = found["mark"], found["words"] or ""
+        for published, model in STAND_INS.items() if page.name == "README.md" else ():
+            code = code.replace(published, model)
         if whole:
             mark, words = "not run", whole[1]
         yield Block(str(page.relative_to(ROOT)), text[:begin].count("\n") + 1, language, code, mark, words)
@@ -75,7 +82,7 @@ def task(cell: str) -> tuple[str, str | None, str]:
     if PLACEHOLDER.search(code):
         return code, "not run", "has a placeholder"
     if SERVER.match(code):
-        return code, "not run", "serves until it is interrupted"
+        return code, "not run", "runs until it is interrupted"
     for command, checks in TASK_CHECKS.items():
         if command in code:
             return code, "shows", checks

@@ -1,6 +1,7 @@
 """Build the source distribution and install it in a fresh environment of each interpreter: what a release runs.
 
     python scripts/check_package.py python3.11 python3.12 python3.13
+    python scripts/check_package.py python3.12 --package dist/dlm_bridge-0.1.0-py3-none-any.whl   one that is built
 
 Each environment gets the package with its requirements, and then, outside the checkout, has to import the package,
 list the families, convert a tiny checkpoint both ways and compare the two. With --light it gets no torch: the commands
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("dlm_bridge", "cli", "model_cards")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-LIGHT = ("typer>=0.16", "rich>=14", "pyyaml>=6")
+LIGHT = ("typer>=0.16", "rich>=14", "pyyaml>=6", "xxhash>=3.5", "zlib-ng>=0.5")
 CONFIG = (
     '{"architectures": ["LLaDAModelLM"], "model_type": "llada", "d_model": 32, "n_heads": 2, "n_kv_heads": 2, '
     '"n_layers": 2, "mlp_hidden_size": 48, "vocab_size": 64, "embedding_size": 64, "mask_token_id": 63}'
@@ -40,11 +41,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", nargs="+", help="interpreters, by name or path")
     parser.add_argument("--light", action="store_true", help="without torch and what else is large")
+    parser.add_argument("--package", type=Path, help="a wheel or source distribution, instead of building one")
     options = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory(prefix="dlm-bridge-package-") as name:
         folder = Path(name)
-        package = _build(folder)
+        package = options.package.resolve() if options.package else _build(folder)
         for number, python in enumerate(options.python):
             print(f"{python}: {package.name} in a fresh environment", flush=True)
             try:

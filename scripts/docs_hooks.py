@@ -4,6 +4,8 @@ their specs and cards, and pages that lie elsewhere in the repository."""
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,17 @@ ROOT = Path(__file__).parents[1]
 CARDS = "model_cards"
 # Pages of the repository that are shown as they are, by their place in the site.
 SHOWN = {"configs/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md"}
+WIDTH = 88  # of code: what a window of 1,280 pixels shows beside the navigation
+SHELL = re.compile(r"^```(?:bash)?\n.*?^```$", re.M | re.S)
+COMMAND = re.compile(r"(?:dlm-bridge|torchrun|python3?|make|lmdeploy|bash|[A-Z_]+=\S+) ")
+HYPHENATED = re.compile(r"(?<![\w/-])-{0,2}[\w]+(?:-\w+)+|-{1,2}\w+")
+# A word of a shell command, with the blanks before it.
+WORD = re.compile(r"""\s*(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the cards below the families' page in the navigation."""
+    """Put the cards below the families' page in the navigation, and the repository's address into the header."""
+    config.repo_url = repository((ROOT / "pyproject.toml").read_text())
     assert config.nav is not None
     (section,) = (entry for entry in config.nav if "Families" in entry)
     section["Families"] = [section["Families"], *(f"families/{card.name}" for card in cards())]
@@ -33,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/configuration.md": configuration(),
         "families/index.md": families(),
     }
+    readme = (ROOT / "README.md").read_text()
+    pages["coming_from.md"] = relinked(section(readme, "Coming from other tools"))
     for source, place in SHOWN.items():
         pages[place] = relinked((ROOT / source).read_text())
     for card in cards():
@@ -43,11 +54,73 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links from pages of docs/ to pages that lie elsewhere in the repository, as they are in the site."""
+    """Links from pages of docs/ to pages that lie elsewhere in the repository, as they are in the site; and wrapped
+    commands."""
     markdown = re.sub(rf"\]\(\.\./{CARDS}/([\w.#-]+)\)", r"](families/\1)", markdown)
     for source, place in SHOWN.items():
         markdown = markdown.replace(f"](../{source}", f"]({place}")
-    return markdown
+    markdown = markdown.replace("](../README.md#coming-from-other-tools)", "](coming_from.md)")
+    return SHELL.sub(lambda block: wrapped(block[0]), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Names of options are not broken at their hyphens."""
+    return re.sub(
+        r"<code>[^<]*</code>", lambda code: HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html
+    )
+
+
+def repository(pyproject: str) -> str | None:
+    """The address in [project.urls], if it has one."""
+    return tomllib.loads(pyproject)["project"].get("urls", {}).get("Repository")
+
+
+def section(text: str, heading: str) -> str:
+    """The section of a page, with its heading as a title."""
+    (found,) = re.findall(rf"^#(# {heading}\n.*?)(?=^## |\Z)", text, re.M | re.S)
+    return found
+
+
+def wrapped(block: str) -> str:
+    """A block with its commands in lines of at most `WIDTH` characters, a comment behind a long one in front of it."""
+    lines: list[str] = []
+    command: list[str] = []
+    for line in block.splitlines():
+        command.append(line)
+        if line.endswith("\\"):
+            continue
+        if max(map(len, command)) > WIDTH and COMMAND.match(command[0]):
+            command = wrapped_command(" ".join(part.removesuffix("\\").strip() for part in command))
+        lines += command
+        command = []
+    return "\n".join(lines + command)
+
+
+def wrapped_command(command: str) -> list[str]:
+    """A command, continued in front of options where that is enough."""
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:  # a text that goes on in the next line
+        return [command]
+    lines = []
+    if found := re.fullmatch(r"""((?:'[^']*'|"[^"]*"|[^#'"])*\S)\s+(# .*)""", command):
+        command = found[1]
+        lines.append(found[2])
+    parts: list[str] = []
+    for word in WORD.findall(command):
+        value = parts and parts[-1].lstrip().startswith("--") and not word.lstrip().startswith(("-", "|", "&"))
+        if value and len(parts[-1] + word) < WIDTH - 8:
+            parts[-1] += word
+        else:
+            parts.append(word)
+    line = ""
+    for part in parts:
+        if line and len(line + part) + 2 > WIDTH:
+            lines.append(f"{line} \\")
+            line = f"    {part.lstrip()}"
+        else:
+            line += part
+    return [*lines, line]
 
 
 def cards() -> list[Path]:
@@ -61,10 +134,17 @@ def relinked(text: str, up: str = "") -> str:
 
 
 def command_line() -> str:
-    """A section for each command, with its arguments and options."""
+    """A section for each command, with its arguments and options, in the order of the README and the page of tasks."""
     from dlm_bridge.cli.app import app
 
     root: Any = typer.main.get_command(app)
+    tasks = (ROOT / "README.md").read_text() + (ROOT / "docs" / "tasks.md").read_text()
+    named = list(dict.fromkeys(re.findall(r"(?<=dlm-bridge )[a-z][a-z-]+", tasks)))
+    found = sorted(commands(root, ""), key=lambda one: (*named, one[0].split()[0]).index(one[0].split()[0]))
+    contents = ["| command | |", "|---|---|"]
+    for path, command in found:
+        sentence = re.split(r"\.\s", f"{command.help} ")[0]
+        contents.append(f"| [`{path}`](#{path.replace(' ', '-')}) | {escaped(sentence)} |".replace("\n", " "))
     parts = [
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
@@ -72,8 +152,9 @@ def command_line() -> str:
         "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which "
         "are hidden otherwise) and `-q` (`--quiet`: errors and results only).",
     ]
-    for path, command in commands(root, "dlm-bridge"):
-        parts += [f"## {path}", *described(command)]
+    parts.append("\n".join(contents))
+    for path, command in found:
+        parts += [f"## dlm-bridge {path} {{ #{path.replace(' ', '-')} }}", *described(command)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -81,9 +162,9 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The commands below `command`, with their words."""
     for name, known in sorted(getattr(command, "commands", {}).items()):
         if hasattr(known, "commands"):
-            yield from commands(known, f"{path} {name}")
+            yield from commands(known, f"{path}{name} ")
         else:
-            yield f"{path} {name}", known
+            yield f"{path}{name}", known
 
 
 def described(command: Any) -> Iterator[str]:
@@ -172,7 +253,7 @@ def families() -> str:
     )
     return "\n\n".join(
         [
-            "# Supported families",
+            "# Families",
             "Every family loads through the Auto classes unless its card says otherwise, and trains with the "
             "Accelerate engine. All but those marked 'Hub side only' convert to Megatron's layouts, and all of these "
             f"but {accelerate_only} train with the Megatron engine. The cards say what was compared with what, shapes "

@@ -121,7 +121,7 @@ def examples(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-INTRODUCTION = """# Quality: a diffusion model beside its autoregressive twin
+INTRODUCTION = """# Quality
 
 This command writes the page, its figure and all its numbers:
 
