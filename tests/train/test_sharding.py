@@ -87,7 +87,7 @@ def test_what_accelerate_launch_says_of_fsdp_is_done(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with refused(SettingError, "precision", "bf16", "fp32"):
-        with_launcher_settings(_config())
+        with_launcher_settings(_config(precision="fp32"))
 
 
 @pytest.mark.parametrize(
