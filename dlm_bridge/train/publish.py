@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoints import open_checkpoint
-from dlm_bridge.convert.lora import export_adapter, is_megatron_adapter, open_adapter
+from dlm_bridge.convert.lora import export_adapter, open_adapter
 from dlm_bridge.convert.push import create_repository, push
 from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
@@ -49,7 +49,7 @@ def _hub_folder(config: TrainConfig, folder: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=config.checkpoint.output, prefix=".push-") as temporary:
         target = Path(temporary) / "hub"
-        if is_megatron_adapter(folder):
+        if config.model.lora_rank:
             base = open_checkpoint(config.model.model, family=config.model.family)
             export_adapter(open_adapter(folder, base), base, target)
         else:
