@@ -2,17 +2,18 @@
 
 import os
 import signal
+import sys
 import threading
-import warnings
 from typing import Any
 
 
 def run() -> None:
     """Run the command line in a process that ends with its launcher, and within seconds after Ctrl-C."""
     signal.signal(signal.SIGINT, _end_at_once)  # during the first imports
-    # torch's warning about a dependency of nvidia-resiliency-ext.
-    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
-    from dlm_bridge import distributed, processes
+    from dlm_bridge import distributed, processes, terminal
+
+    if not set(terminal.VERBOSE_FLAGS) & set(sys.argv[1:]):
+        terminal.silence_libraries()
 
     if distributed.launched_by_torchrun():
         processes.end_with_parent(os.getppid())

@@ -9,7 +9,7 @@ import typer
 
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.errors import SettingError, counted, printable
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -129,6 +129,6 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         return
     where = printable(f"{report['source']} -> {report['output']}: {report['style']} LoRA of {report['base']}")
     typer.echo(
-        f"{where}, rank {report['rank']}, alpha {report['alpha']:g}, {report['parameters']:,} parameters "
+        f"{where}, rank {report['rank']}, alpha {report['alpha']:g}, {counted(report['parameters'], 'parameter')} "
         f"({report['dtype']})"
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from dlm_bridge import job, processes
+from dlm_bridge import job, processes, terminal
 from dlm_bridge.cli import (
     adapter,
     convert,
@@ -112,6 +112,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # file names may be invalid Unicode
     warnings.formatwarning = _warning
     logging.setLogRecordFactory(_PrintableRecord)
+    terminal.set_verbosity("normal")
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
         sys.stdout.flush()  # an error at exit would print a traceback

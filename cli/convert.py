@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_bridge import terminal
 from dlm_bridge.cli.help import (
     ModelCommand,
     declared_parameters,
@@ -27,7 +28,7 @@ from dlm_bridge.convert.settings import (
     MegatronSettings,
     MegatronSourceSettings,
 )
-from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.errors import SettingError, counted, printable
 from dlm_bridge.settings import options_of
 
 Parameters = dict[str, tuple[Any, Any]]
@@ -153,7 +154,7 @@ def inspect(
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Progress bar on stderr with bytes, speed and remaining time, if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or terminal.is_quiet():
         yield None
         return
     from rich.console import Console
@@ -176,7 +177,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
     rows = [
         ("family", report["family"]),
         ("format", report["format"]),
-        ("tensors", f"{report['tensors']:,} ({report['parameters']:,} parameters, {report['dtype']})"),
+        ("tensors", f"{report['tensors']:,} ({counted(report['parameters'], 'parameter')}, {report['dtype']})"),
         ("size", f"{size_text(report['bytes'])}, largest tensor {size_text(report['largest_tensor'])}"),
         ("layout", _layout_text(report["layout"])),
         ("files", _files(report["files"])),
@@ -186,7 +187,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
     ]
     if report["dry_run"]:
         speed = size_text(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
-        rows.append(("peak memory", f"{size_text(report['peak_memory'])} with {report['workers']} workers"))
+        rows.append(("peak memory", f"{size_text(report['peak_memory'])} with {counted(report['workers'], 'worker')}"))
         rows.append(("time", f"about {report['estimated_seconds']:.0f} s (assumes a disk that copies {speed}/s)"))
     if report["seconds"] is not None:
         rate = report["bytes"] / max(report["seconds"], 1e-9)
@@ -208,11 +209,14 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("family", facts["family"] or "unknown (no dlm_bridge.json)"),
         ("architecture", facts["architecture"] or "unknown"),
         ("sizes", ", ".join(f"{name} {value}" for name, value in sizes.items()) or "unknown"),
-        ("parameters", f"{facts['parameters']:,} in {facts['tensors']:,} tensors, {size_text(facts['bytes'])}"),
+        (
+            "parameters",
+            f"{facts['parameters']:,} in {counted(facts['tensors'], 'tensor')}, {size_text(facts['bytes'])}",
+        ),
         ("dtype", ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items())),
         ("layout", _layout_text(facts["layout"])),
         ("iteration", "-" if facts["iteration"] is None else str(facts["iteration"])),
-        ("training state", f"{facts['training_state']:,} items" if facts["training_state"] else "none"),
+        ("training state", f"{counted(facts['training_state'], 'item')}" if facts["training_state"] else "none"),
         ("files", _files(facts["files"])),
         ("side files", ", ".join(facts["side_files"]) or "none"),
         ("excluded files", ", ".join(facts["left_out"]) or "none"),

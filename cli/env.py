@@ -8,11 +8,15 @@ import platform as machine
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.cli.launch import with_processes
+from dlm_bridge.errors import DlmBridgeError, counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ GIB = 2**30
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command()(env)
+    app.command()(with_processes(env))
 
 
 def env(
@@ -71,11 +75,12 @@ def env(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the hosts of a run and their network. Start it like the run.")
     ] = False,
+    patches: Annotated[bool, typer.Option("--patches", help="List the patches of megatron-core.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --cluster: output folder of the run.")
     ] = None,
 ) -> None:
-    """Show platform, devices, versions, and the active patches of megatron-core.
+    """Show platform, devices and versions; with --patches, what is patched in megatron-core.
 
     With --cluster every process of a launcher takes part. The exit code is 1 if something would end a run: other
     versions, a clock that is off, an output folder that is not shared, a network that does not work.
@@ -96,7 +101,7 @@ def env(
 
         typer.echo(json.dumps(found, indent=2))
     else:
-        _show(found)
+        _show(found, patches)
 
 
 def environment() -> dict[str, Any]:
@@ -130,20 +135,40 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(found: dict[str, Any], patches: bool) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    rows = _machine(found) if "platform" in found else {}
-    for title, cells in (("This machine", rows), ("Versions", found["versions"]), ("Variables", found["variables"])):
-        if cells:
-            table = Table(title=title, show_header=False, title_justify="left")
-            for name, value in cells.items():
-                table.add_row(name, "-" if value is None else value)
-            console.print(table)
+    console = Console(highlight=False)
+    if patches:
+        _show_patches(console, found)
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    versions = dict(found["versions"])
+    own, python, system = (versions.pop(name) for name in ("dlm-bridge", "python", "os"))
+    table.add_row("dlm-bridge", Text(f"{own} on Python {python}, {system}"))
+    for name, value in (_machine(found) if "platform" in found else {}).items():
+        table.add_row(name, Text(value))
+    installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
+    table.add_row("packages", Text(installed))
+    table.add_row("not installed", Text(", ".join(name for name, value in versions.items() if value is None) or "-"))
+    if found["variables"]:
+        table.add_row("variables", Text("\n".join(f"{name}={value}" for name, value in found["variables"].items())))
+    if (overrides := found.get("overrides")) is not None:
+        active = sum(patch["active"] for patch in found["patches"])
+        fits = "" if overrides["fits"] else "; not the installed version: training is refused"
+        table.add_row("megatron-core", f"{counted(active, 'patch', 'patches')} active (--patches lists them){fits}")
+    console.print(table)
     for sentence in found["untested"]:
-        console.print(f"note: {sentence}", soft_wrap=True, highlight=False)
+        console.print(Text(f"note: {sentence}"))
+
+
+def _show_patches(console: Console, found: dict[str, Any]) -> None:
+    from rich.table import Table
+
     overrides = found.get("overrides")
     if overrides is None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)

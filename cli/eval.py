@@ -11,7 +11,8 @@ import typer
 
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, with_parameters
-from dlm_bridge.errors import printable
+from dlm_bridge.cli.launch import with_processes
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.settings import LoadingOptions, options_of
 
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
         **declared_parameters(LoadingOptions),
         "as_json": (Json, False),
     }
-    app.command("eval", cls=ModelCommand)(with_parameters(evaluate, parameters))
+    app.command("eval", cls=ModelCommand)(with_processes(with_parameters(evaluate, parameters)))
 
 
 def evaluate(model: str, as_json: bool = False, **given: Any) -> None:
@@ -44,7 +45,7 @@ def evaluate(model: str, as_json: bool = False, **given: Any) -> None:
 
     On several GPUs, each with the whole model and a part of the rows (with --tp N, N GPUs share a model):
 
-      torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
+      dlm-bridge eval MODEL --nproc-per-node 8 --tasks gsm8k --output results/
     """
     values = parse_options(given)
     loading = LoadingOptions(**{name: values.pop(name) for name in options_of(LoadingOptions) if name in values})
@@ -87,10 +88,12 @@ def _show(facts: Mapping[str, Any]) -> None:
             table.add_row(printable(str(task)), shown, f"{value:.4f}", spread, str(documents))
     if text := facts.get("perplexity"):
         bound = "" if text["exact"] else ", at most"
-        size = f"{text['tokens']:,} tokens"
+        size = f"{counted(text['tokens'], 'token')}"
         table.add_row("perplexity", f"by token{bound}", f"{text['perplexity']:.4f}", "", size)
         table.add_row("", f"nats a token{bound}", f"{text['nats']:.4f}", f"{text['error']:.4f}", size)
-        table.add_row("", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{text['bytes']:,} bytes")
+        table.add_row(
+            "", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{counted(text['bytes'], 'byte')}"
+        )
     console.print(table)
     console.print(f"likelihood: {facts['likelihood']}", highlight=False)
     settings = facts["settings"] | ({"window": text["window"]} if text else {})

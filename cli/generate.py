@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import GenerateOptions, parse_options, text_parameters
+from dlm_bridge.cli.generate_request import (
+    GenerateOptions,
+    parse_options,
+    sampling_parameters,
+    take_settings,
+    text_parameters,
+)
 from dlm_bridge.cli.help import (
     LOADING,
     Model,
     ModelCommand,
     declared_parameters,
-    option_annotation,
     split_option,
     with_parameters,
 )
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.errors import SettingError
-from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, SHARED
+from dlm_bridge.generation.options import SAMPLING, SHARED
 from dlm_bridge.settings import LoadingOptions, Option, check_choice, options_of
 
 HELP = """Sample from a model: diffusion models with their family's sampler, autoregressive models with transformers'.
@@ -38,14 +43,10 @@ A file of prompts, one {"prompt": ...} or {"messages": [...]} per line:
 
 On several GPUs, with --device-map auto or:
 
-  torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
+  dlm-bridge generate MODEL --nproc-per-node 4 --tp-plan auto --prompt ...
 
-  torchrun --nproc-per-node 8 -m dlm_bridge.cli generate MODEL --tp 2 --jsonl in.jsonl --output out.jsonl
+  dlm-bridge generate MODEL --nproc-per-node 8 --tp 2 --jsonl in.jsonl --output out.jsonl
 """
-Set = Annotated[
-    list[str],
-    typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
-]
 
 
 class GenerateCommand(ModelCommand):
@@ -77,14 +78,11 @@ def _command() -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         options = parse_options(given)
-        settings = {name: options.pop(name) for name in COMMAND_LINE}
-        settings = {name: value for name, value in settings.items() if value is not None}
+        settings = take_settings(options)
         if options["infill"]:
+            if "infill" in settings:
+                raise SettingError("infill", "has two values: remove it from `set`")
             settings["infill"] = True
-        for name, value in options.pop("set").items():
-            if name in settings:
-                raise SettingError(name, f"has two values: `{name}={settings[name]}` and `set={name}={value}`")
-            settings[name] = value
         loading = LoadingOptions(**{name: options.pop(name) for name in options_of(LoadingOptions)})
         request = GenerateOptions(settings=settings, loading=loading, **options)
         request.check()
@@ -93,18 +91,8 @@ def _command() -> Callable[..., None]:
 
         run(request)
 
-    sampling = {name: (option_annotation(each), None) for name, each in COMMAND_LINE.items()}
-    sampling["seed"] = (option_annotation(dataclasses.replace(COMMAND_LINE["seed"], type=int)), None)
-    return with_parameters(
-        command,
-        {
-            "model": (Model, ...),
-            **text_parameters(GenerateOptions),
-            **sampling,
-            "set": (Set, []),
-            **declared_parameters(LoadingOptions),
-        },
-    )
+    parameters = {"model": (Model, ...), **text_parameters(GenerateOptions), **sampling_parameters()}
+    return with_processes(with_parameters(command, {**parameters, **declared_parameters(LoadingOptions)}))
 
 
 def _shown(declared: Option) -> SimpleNamespace:

@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dlm_bridge.cli.help import declared_parameters, option_annotation
 from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import SettingError
+from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, check_value
 from dlm_bridge.settings import LoadingOptions, check_minimum, comma_separated, common_option, options_of
 
 # Arguments of `generate` in Python that are not settings, and settings that the command sets.
@@ -19,6 +22,10 @@ NO_SETTINGS = (
     "attention_mask", "commit_rule", "generation_config", "generator", "input_ids", "inputs", "output_history",
     "return_dict_in_generate", "streamer", "tokenizer",
 )  # fmt: skip
+Set = Annotated[
+    list[str],
+    typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
+]
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -146,3 +153,24 @@ def text_parameters(config_class: type, without: Iterable[str] = ()) -> dict[str
 def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a command's options, with those in `PARSED` parsed. Raises SettingError."""
     return {name: PARSED[name][1](value) if name in PARSED else value for name, value in given.items()}
+
+
+def sampling_parameters() -> dict[str, tuple[Any, Any]]:
+    """Parameters of a command for the settings in `COMMAND_LINE`, and `set` for others."""
+    sampling = {name: (option_annotation(each), None) for name, each in COMMAND_LINE.items()}
+    sampling["seed"] = (option_annotation(dataclasses.replace(COMMAND_LINE["seed"], type=int)), None)
+    return {**sampling, "set": (Set, [])}
+
+
+def take_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of `sampling_parameters` from a command's options, and return them as keyword arguments of
+    `generate`. Raises SettingError for an invalid value, and for a setting with two values."""
+    settings = {name: options.pop(name) for name in COMMAND_LINE}
+    for name, value in settings.items():  # before a model is loaded
+        check_value(name, COMMAND_LINE[name], value)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for name, value in options.pop("set").items():
+        if name in settings:
+            raise SettingError(name, f"has two values: `{name}={settings[name]}` and `set={name}={value}`")
+        settings[name] = value
+    return settings

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging
 
+from dlm_bridge import terminal
 from dlm_bridge.cli.generate_request import GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
@@ -33,6 +34,7 @@ from dlm_bridge.generation.offline import (
     check_prompts,
     copies_of,
     draws,
+    ending_tokens,
     prompt_errors,
     seeds_of,
     write_texts,
@@ -80,7 +82,8 @@ def _sample_one(
     check_prompts(loaded.model, [("prompt", ids)], settings, FILL)
     trace = None
     if displays and is_main():
-        trace = load("features", "denoising trace")(loaded.tokenizer, ids)
+        ends = ending_tokens(loaded.model, settings)
+        trace = load("features", "denoising trace")(loaded.tokenizer, ids, ends)
     with displays["show"](trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
     if not is_main():
@@ -100,7 +103,7 @@ def _sample_one(
         else:
             stream.write("\n".join(result.texts) + "\n")
     if not request.json:
-        typer.echo(result.summary, err=True)
+        _tell(result.summary)
 
 
 def _sample_file(
@@ -128,7 +131,7 @@ def _sample_file(
         plan = plan_shared_batch(replicas, loaded.model, lengths, settings, diffusion=loaded.diffusion)
         size = plan.rows
         if replicas.leads:
-            typer.echo(plan.summary, err=True)
+            _tell(plan.summary)
     if replicas.shares > 1 and seeds_of(loaded.model, tokens, settings) is None:
         # Seeds of all rows derive from one number; otherwise, processes would draw the same random numbers.
         settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}
@@ -180,11 +183,9 @@ def _sample_file(
     if request.json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        typer.echo(
-            f"{report['prompts']} prompts: {report['tokens']} tokens in {seconds:.2f} s, "
-            f"{report['forwards']} forward passes",
-            err=True,
-        )
+        passes = counted(forwards.value, "forward pass", "forward passes")
+        texts = f"{counted(len(prompts), 'prompt')}: {counted(written.value, 'token')}"
+        _tell(f"{texts} in {seconds:.2f} s, {passes}")
 
 
 def _encoded(
@@ -430,11 +431,17 @@ def _stdout_or(request: GenerateOptions) -> Iterator[TextIO]:
             yield stream
 
 
+def _tell(text: str) -> None:
+    """Print a summary on stderr, beside the results."""
+    if not terminal.is_quiet():
+        typer.echo(text, err=True)
+
+
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
     """Context manager: a progress bar on stderr, if that is a terminal, called with the number of finished rows."""
     console = Console(stderr=True)
-    if not (console.is_terminal and is_main()):
+    if terminal.is_quiet() or not (console.is_terminal and is_main()):
         yield lambda number: None
         return
     with Progress(console=console, transient=True) as bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import typing
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from dlm_bridge import terminal
 from dlm_bridge.errors import ChangedTensorsError, CheckpointError, DlmBridgeError, SettingError
 from dlm_bridge.settings import Option, options_of
 
@@ -77,6 +79,11 @@ class App(typer.Typer):
 class Command(TyperCommand):
     """Command with a help page of two columns, names and explanations, which wrap. (Typer's page has six columns and
     truncates.) The error for an unknown option names the nearest one, including those that only --help-all shows."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if not self.ignore_unknown_options:  # a command that passes its words on
+            self.params += _verbosity_options()
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         _command[:] = [self]
@@ -202,6 +209,47 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
         ctx.meta[HELP_ALL] = True
         ctx.command.format_help(ctx, None)  # type: ignore[arg-type]
         raise typer.Exit
+
+
+def _be_verbose(ctx: typer.Context, wanted: bool) -> None:
+    _set_verbosity("verbose", wanted)
+
+
+def _be_quiet(ctx: typer.Context, wanted: bool) -> None:
+    _set_verbosity("quiet", wanted)
+
+
+def _set_verbosity(verbosity: terminal.Verbosity, wanted: bool) -> None:
+    if wanted:
+        if terminal.verbosity() not in (None, "normal", verbosity):
+            raise typer.BadParameter("-v and -q exclude each other")
+        terminal.set_verbosity(verbosity)
+
+
+@functools.cache
+def _verbosity_options() -> list[Any]:
+    """The parameters -v and -q of every command."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def command(
+        verbose: Annotated[
+            bool,
+            typer.Option(
+                *terminal.VERBOSE_FLAGS,
+                callback=_be_verbose,
+                help="Show log messages, also warnings of other packages.",
+            ),
+        ] = False,
+        quiet: Annotated[
+            bool, typer.Option("-q", "--quiet", callback=_be_quiet, help="Show errors and results only.")
+        ] = False,
+    ) -> None: ...
+
+    found: list[Any] = [each for each in typer.main.get_command(app).params if each.name in ("verbose", "quiet")]
+    for each in found:
+        each.expose_value = False
+    return found
 
 
 HELP_ALL = "--help-all"

@@ -12,7 +12,7 @@ import typer
 from dlm_bridge.cli.convert import Json, progress_bar
 from dlm_bridge.cli.help import declared_parameters, with_parameters
 from dlm_bridge.data.options import PreprocessOptions
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 
 Inputs = Annotated[
     list[str],
@@ -43,6 +43,6 @@ def preprocess(as_json: bool = False, **options: Any) -> None:
         return
     output = printable(settings.output)
     typer.echo(
-        f"{output}.bin, {Path(output).name}.idx: {report.documents:,} documents, {report.tokens:,} tokens "
-        f"({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
+        f"{output}.bin, {Path(output).name}.idx: {counted(report.documents, 'document')}, "
+        f"{counted(report.tokens, 'token')} ({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
     )

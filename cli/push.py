@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +57,9 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         convert.print_json(report)
         return
     what = "would upload" if report["dry_run"] else "uploaded"
-    typer.echo(f"{what} {len(report['files'])} files, {report['bytes']:,} bytes, to {report['repo_id']}")
+    typer.echo(
+        f"{what} {counted(len(report['files']), 'file')}, {counted(report['bytes'], 'byte')}, to {report['repo_id']}"
+    )
     for name, size in report["files"].items():
         note = " (generated)" if name == "README.md" and report["card"] == "generated" else ""
         typer.echo(printable(f"  {name}  {size:,}{note}"))

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge import processes
+from dlm_bridge import processes, terminal
 from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.registration import load
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
@@ -40,7 +41,7 @@ Example:
 
   dlm-bridge pretrain --model GSAI-ML/LLaDA-8B-Base --data 'corpus/*.jsonl' --output run --tokens 1_000_000_000
 
-On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
+On several processes: dlm-bridge pretrain --nproc-per-node 2 ... (on several nodes: torchrun)
 """
 SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
@@ -53,7 +54,7 @@ Example:
 
   dlm-bridge sft --model GSAI-ML/LLaDA-8B-Base --data chats.jsonl --output run --epochs 3
 
-On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli sft ...
+On several processes: dlm-bridge sft --nproc-per-node 2 ... (on several nodes: torchrun)
 """
 SFT_DATA = (
     "Conversations: JSONL (also .gz, .zst), parquet, CSV, a folder or glob of them, or a dataset. May be repeated."
@@ -66,7 +67,7 @@ RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
 GPUS = Annotated[
     int | None,
-    typer.Option(help="With --dry-run: number of GPUs to plan for. Default: the launcher's process count, or 1."),
+    typer.Option(help="With --dry-run: number of GPUs to plan for. Default: the number of processes."),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
 PREVIEW = Annotated[
@@ -179,7 +180,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
         planned.show("train --dry-run", config, resume)
 
     more = {"preview": (PREVIEW, None), "json": (SFT_JSON, False)} if task == "sft" else {}
-    return with_options(command, TrainConfig, task, {"data": data}, START_OPTIONS | more)
+    return with_processes(with_options(command, TrainConfig, task, {"data": data}, START_OPTIONS | more))
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,9 @@ class AskedDryRun:
 def taken_dry_run(given: dict[str, Any]) -> AskedDryRun | None:
     """Remove the arguments of a dry run from `given`. Returns them, or None without --dry-run."""
     planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
+    processes = given.pop("nproc_per_node", None)
     if planned:
-        return AskedDryRun(gpus, as_json)
+        return AskedDryRun(refuse_two("gpus", filter(None, (gpus, processes))), as_json)
     if as_json or gpus is not None:
         raise typer.BadParameter(f"{'--json' if as_json else '--gpus'} needs --dry-run")
     return None
@@ -258,7 +260,7 @@ def run_console() -> Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(in_flags(each) if isinstance(each, str) else each for each in objects), **options)
 
-    return FlagConsole(stderr=True, markup=False)
+    return FlagConsole(stderr=True, markup=False, quiet=terminal.is_quiet())
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
@@ -274,7 +276,7 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(row.as_dict()))
             continue
-        console.rule(f"row {number}: {len(row.input_ids)} tokens, {sum(row.trained)} trained", style="dim")
+        console.rule(f"row {number}: {counted(len(row.input_ids), 'token')}, {sum(row.trained)} trained", style="dim")
         pieces = ((printable(piece), "bold green" if trained else "") for piece, trained in row.pieces)
         console.print(Text.assemble(*pieces), soft_wrap=True)
 

@@ -8,7 +8,7 @@ import typer
 
 from dlm_bridge.cli.convert import SHOWN, Json, Revision, Workers, print_json, progress_bar, size_text
 from dlm_bridge.cli.help import ModelCommand, in_flags
-from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.errors import SettingError, counted, printable
 from dlm_bridge.registration import load
 
 if TYPE_CHECKING:
@@ -117,18 +117,18 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
     if found is not None:
         sides = found["a"] if found["a"] == found["b"] else f"{found['a']} and {found['b']}"
         apart = f"differ by at most {found['difference']:.1e}" if found["difference"] else "are identical"
-        logits = f"; logits from {sides} {apart} ({found['positions']} positions)"
+        logits = f"; logits from {sides} {apart} ({counted(found['positions'], 'position')})"
         for note in found["notes"]:
             typer.echo(printable(f"note: {note}"))
-    counted = f"{verdict['tensors']:,} tensors, {size_text(verdict['bytes'])}"
+    compared = f"{counted(verdict['tensors'], 'tensor')}, {size_text(verdict['bytes'])}"
     if verdict["equal"]:
         equal = f"{a} is intact: it matches {b}" if b in (MANIFEST, FILE_DIGESTS) else f"{a} and {b} are equal"
-        typer.echo(printable(f"{equal} ({counted}){logits}"))
+        typer.echo(printable(f"{equal} ({compared}){logits}"))
         return None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=printable(f"{a} and {b} differ ({counted} compared){logits}"))
+    table = Table(title=printable(f"{a} and {b} differ ({compared} compared){logits}"))
     for column in ("name", "what", "detail"):
         table.add_column(column, overflow="fold")
     for item in verdict["differences"][:SHOWN]:

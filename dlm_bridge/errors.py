@@ -144,6 +144,12 @@ def printable(text: str) -> str:
     )
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Number with its noun in singular or plural: "1 row", "1,024 rows", "2 copies". `many` is `one` + "s" unless
+    given."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """Message of an exception on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 Kind = Literal["engines", "commands", "features", "samplers", "kernels"]
 
 # Extensions in this repository: the packages `dlm_bridge.NAME`, if their folders exist.
-EXTENSIONS = ("parallel", "train.rl", "plan", "display", "serving", "kernels", "extra_samplers", "original", "cluster")
+EXTENSIONS = (
+    "parallel", "train.rl", "train.distill", "plan", "display", "serving", "chat", "kernels", "extra_samplers",
+    "original", "cluster",
+)  # fmt: skip
 ENTRY_POINTS = "dlm_bridge.extensions"
 # Oldest and newest tested version of each distribution; Transformer Engine was tested on GPUs.
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}

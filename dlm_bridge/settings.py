@@ -259,7 +259,7 @@ class LoadingOptions:
     offload_folder: str | None = _loading_option(
         None, "Folder for the weights that a device map offloads to disk.", metavar="DIR"
     )
-    tp_plan: str | None = _loading_option(None, "Tensor parallelism over torchrun's processes.", metavar="auto")
+    tp_plan: str | None = _loading_option(None, "Tensor parallelism over all processes.", metavar="auto")
     tp: int | None = _loading_option(
         None, "Shard the model over N processes; each group of N gets a part of the rows.", minimum=1, metavar="N"
     )

@@ -55,5 +55,5 @@ register_sampler(RightToLeftSampler)
 model = AutoModelForCausalLM.from_pretrained("demo-output/llada")
 tokenizer = AutoTokenizer.from_pretrained("demo-output/llada")
 ids = tokenizer("Tom was a", return_tensors="pt").input_ids
-output = model.generate(ids, algorithm="right_to_left", width=4, gen_length=32)
-print(tokenizer.decode(output[0]))
+output = model.generate(ids, algorithm="right_to_left", block_length=4, width=1, gen_length=128)
+print(tokenizer.decode(output[0], skip_special_tokens=True))

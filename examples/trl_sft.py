@@ -11,13 +11,17 @@ from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 MODEL = "demo-output/llada"
 
 model = AutoModelForCausalLM.from_pretrained(MODEL)
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
 rows = [{"prompt": f"Tom had {number} apples.", "completion": " He gave Ida one."} for number in range(16)]
 trainer = SFTTrainer(
     model=model,
-    args=SFTConfig("trl-output", max_steps=4, report_to="none", bf16=False),
+    args=SFTConfig("trl-output", max_steps=40, learning_rate=1e-3, report_to="none", bf16=False),
     train_dataset=Dataset.from_list(rows),
-    processing_class=AutoTokenizer.from_pretrained(MODEL),
+    processing_class=tokenizer,
     data_collator=DiffusionCollator.of(model, for_trl=True),
     compute_loss_func=trl_loss,
 )
 print(f"loss {trainer.train().training_loss:.3f}")
+ids = tokenizer("Tom had 7 apples.", return_tensors="pt").input_ids
+output = model.generate(ids, gen_length=16, block_length=16, steps=16)
+print(tokenizer.decode(output[0], skip_special_tokens=True))

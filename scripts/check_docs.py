@@ -114,6 +114,12 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
     return problem and f"{done.stdout}\n{problem}"
 
 
+def environment() -> dict[str, str]:
+    """Variables for a block's commands, which are those of this Python's environment."""
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # as in scripts/demo.py: the machine may have other work
+    return {**passive, **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="*", help="only these, such as docs/sampling.md")
@@ -128,8 +134,6 @@ def main() -> int:
     if not (ROOT / "demo-output").is_dir():
         print("run `make demo` first: the blocks use what it leaves in demo-output")
         return 2
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/demo.py: the machine may have other work
     failed = count = 0
     for page in pages:
         with tempfile.TemporaryDirectory() as temporary:
@@ -141,7 +145,7 @@ def main() -> int:
                 if block.mark == "not run":
                     continue
                 began = time.monotonic()
-                problem = run(block, folder, environment)
+                problem = run(block, folder, environment())
                 count, failed = count + 1, failed + (problem is not None)
                 state = "ok" if problem is None else "FAILED"
                 print(f"{state:6} {time.monotonic() - began:6.1f} s  {block.page}:{block.line}", flush=True)

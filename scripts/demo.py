@@ -119,7 +119,7 @@ def main() -> int:
         f"A diffusion model of stories was trained to a held-out loss of {loss:.2f} and taken to Megatron and back.",
         f"{root}/llada (Hub folder), {root}/megatron, {root}/run (loss.png, metrics.jsonl, checkpoints): that model.",
         f"Watch it write: {root}/story.html in a browser. All of this took {time.monotonic() - began:.0f} s.",
-        f"Next: dlm-bridge generate {root}/llada --prompt 'Tom was a' --gen-length 112 --show",
+        f"Next: dlm-bridge generate {root}/llada --prompt 'Tom was a' --gen-length 128 --show",
         sep="\n",
         soft_wrap=True,
     )
@@ -207,7 +207,7 @@ def train_diffusion_model(console: Console, root: Path) -> float:
     dlm_bridge(console, "import", run, megatron, "--tp", "2", "--pp", "2")
     dlm_bridge(console, "export", megatron, exported)
     dlm_bridge(console, "verify", run, exported)
-    watch = ("--gen-length", 112, "--block-length", 16, "--steps", 112, "--temperature", 0.5, "--seed", 1)
+    watch = ("--gen-length", 128, "--block-length", 32, "--steps", 128, "--temperature", 0.5, "--seed", 1)
     pictures = ("--show", "--html", root / "story.html", "--svg", root / "story.svg")
     dlm_bridge(console, "generate", exported, "--prompt", PROMPT, *watch, *pictures)
     return float([row["eval_loss"] for row in rows if "eval_loss" in row][-1])

@@ -148,7 +148,9 @@ def command_line() -> str:
     parts = [
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
-        "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
+        "Several processes of one machine: `--nproc-per-node N`. Several nodes: [torchrun, Slurm](../launch.md).",
+        "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which "
+        "are hidden otherwise) and `-q` (`--quiet`: errors and results only).",
     ]
     parts.append("\n".join(contents))
     for path, command in found:
@@ -177,6 +179,8 @@ def described(command: Any) -> Iterator[str]:
             yield escaped(paragraph)
     rows = ["| option | | default |", "|---|---|---|"]
     for parameter in command.params:
+        if parameter.name in ("help", "verbose", "quiet"):
+            continue  # of every command
         names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         if parameter.param_type_name == "argument":
             names = f"`{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|")

@@ -34,6 +34,7 @@ import typer.main  # noqa: E402
 import typer.testing  # noqa: E402
 
 from tests.checkpoints import write_llada  # noqa: E402
+from tests.mock_hub import hub  # noqa: E402, F401
 
 ROOT = Path(__file__).parent
 BEGAN = time.time()
@@ -43,7 +44,7 @@ REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "m
 
 # Folders of tests that need an extension: where it is not there, or with --core, they are not collected.
 FOLDERS = {
-    **{"rl": "train.rl", "interop": "parallel", "faults": "parallel", "nodes": "parallel"},
+    **{"rl": "train.rl", "distill": "train.distill", "interop": "parallel", "faults": "parallel", "nodes": "parallel"},
     **{name: name for name in EXTENSIONS},
 }
 EXTRA_SAMPLERS = (

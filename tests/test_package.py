@@ -102,9 +102,34 @@ def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> No
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub", "peft"}
     assert not heavy & loaded_by("families")
     assert heavy & loaded_by("inspect", llada) <= {"numpy"}
-    for words in (("import", llada, tmp_path / "m", "--tp", 2), ("export", tmp_path / "m", tmp_path / "hub")):
+    # torch.distributed.checkpoint, and torch.distributed.tensor under it, take as long to import as torch.
+    heavy |= {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "matplotlib"}
+    for words in (
+        ("import", llada, tmp_path / "m", "--tp", 2),
+        ("export", tmp_path / "m", tmp_path / "hub"),
+        ("reshard", tmp_path / "m", tmp_path / "m1", "--tp", 1),
+        ("verify", tmp_path / "m1"),
+        ("verify", llada, tmp_path / "m1"),
+    ):
         assert heavy & loaded_by(*words) <= {"torch", "numpy"}, words
     assert (tmp_path / "hub" / "config.json").is_file()
+
+
+def test_processes_that_a_command_starts_do_not_show_torchs_warning_about_pynvml() -> None:
+    code = (
+        "import os, subprocess, sys, warnings\n"
+        "from dlm_bridge.cli import __main__, app\n"
+        "child = 'import warnings; warnings.warn(\"The pynvml package is deprecated. Use\", FutureWarning)'\n"
+        "def main():\n"
+        "    print(repr(subprocess.run([sys.executable, '-c', child], stderr=subprocess.PIPE).stderr))\n"
+        "app.main = main\n"
+        "os.environ.pop('PYTHONWARNINGS', None)\n"
+        "main()\n"
+        "__main__.run()"
+    )
+    before, within = run(code).splitlines()
+    assert "pynvml" in before
+    assert within == "b''"
 
 
 def test_import_and_export_load_little_before_the_first_byte(llada: Path, tmp_path: Path) -> None:

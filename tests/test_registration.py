@@ -160,16 +160,19 @@ def test_the_command_line_has_a_packages_commands(vendor: Path) -> None:
 # Modules of other extensions that import one.
 EDGES = {
     "parallel": ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined"),
+    "train.rl": ("dlm_bridge.train.distill.sampling", "dlm_bridge.train.distill.trainer"),
     "plan": ("dlm_bridge.train.rl.dry_run",),
-    "display": ("dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
+    "display": ("dlm_bridge.chat.local", "dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
 }
 TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o", "--steps", "9")
 RL = ("rl", "--model", "m", "--data", "d", "--output", "o", "--method", "dpo")
+DISTILL = ("distill", "--model", "m", "--data", "d", "--output", "o", "--lora-rank", "1")
 GENERATE = ("generate", "m", "--prompt", "x")
 # What is refused without an extension.
 REFUSED: dict[str, list[tuple[str, ...]]] = {
     "parallel": [(*TRAIN, "--engine", "megatron"), (*TRAIN, "--engine", "megatron", "--dry-run")],
-    "train.rl": [RL],
+    "train.rl": [RL, DISTILL],
+    "train.distill": [DISTILL],
     "plan": [("plan", "m", "--gpus", "1", "--seq-length", "8"), (*TRAIN, "--dry-run"), (*RL, "--dry-run")],
     "display": [
         (*GENERATE, "--show"),
@@ -177,8 +180,10 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         (*GENERATE, "--svg", "o"),
         ("serve", "m"),
         ("app", "m"),
+        ("chat", "m"),
     ],
     "serving": [("serve", "m"), ("app", "m"), ("transformers", "env")],
+    "chat": [("chat", "m")],
     "kernels": [],
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],

@@ -25,7 +25,7 @@ from dlm_bridge.data.documents import find_files
 from dlm_bridge.data.indexed import fingerprint_file, pair
 from dlm_bridge.data.sources import PAIR_SUFFIXES, weight_of
 from dlm_bridge.distributed import is_main, rank, world_size
-from dlm_bridge.errors import InputFileError, ResourceError, SettingError
+from dlm_bridge.errors import InputFileError, ResourceError, SettingError, counted
 from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.files.reading import check_readable
 
@@ -106,7 +106,9 @@ def _copy_all(sources: Iterable[Path], root: Path) -> None:
             f"{root} on {socket.gethostname()} has {free / 1e9:,.1f} GB free, the data need {needed / 1e9:,.1f} GB",
         )
     if missing and is_main():
-        print(f"copying {len(missing)} files ({needed / 1e9:,.1f} GB) to {root}", file=sys.stderr, flush=True)
+        print(
+            f"copying {counted(len(missing), 'file')} ({needed / 1e9:,.1f} GB) to {root}", file=sys.stderr, flush=True
+        )
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda source: _copy(source, _copy_of(source, root)), missing))
 

@@ -22,7 +22,7 @@ from dlm_bridge.convert.formats.hub_weights import ShardRecord
 from dlm_bridge.convert.settings import Progress
 from dlm_bridge.convert.streaming import Sink, tensor_bands
 from dlm_bridge.convert.workers import run_tasks, worker_count
-from dlm_bridge.errors import CheckpointError, DlmBridgeError, first_of, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, counted, first_of, one_line
 from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
 from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
@@ -108,8 +108,8 @@ def non_finite_note(counts: Mapping[str, int]) -> list[str]:
     found = {name: count for name, count in counts.items() if count}
     if not found:
         return []
-    counted = first_of((f"{name} ({count:,})" for name, count in found.items()), _NAMED)
-    return [f"{sum(found.values()):,} values are NaN or infinite: {counted}"]
+    named = first_of((f"{name} ({count:,})" for name, count in found.items()), _NAMED)
+    return [f"{counted(sum(found.values()), 'value is', 'values are')} NaN or infinite: {named}"]
 
 
 def read_model_config(path: str | Path, revision: str | None = None) -> tuple[dict[str, Any], str | None]:
@@ -408,7 +408,7 @@ def _tensors_in(folder: Path, name: str) -> str:
     except DlmBridgeError:
         return ""
     stored = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]
-    return f"; it contains parts of {len(stored)} tensors, such as {stored[0]}" if stored else ""
+    return f"; it contains parts of {counted(len(stored), 'tensor')}, such as {stored[0]}" if stored else ""
 
 
 def _digest_of(files: Mapping[str, str]) -> str:

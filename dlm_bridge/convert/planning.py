@@ -21,7 +21,7 @@ from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.settings import ConversionSettings, HubSettings, MegatronSettings
 from dlm_bridge.convert.streaming import BAND
 from dlm_bridge.convert.workers import in_flight, worker_count
-from dlm_bridge.errors import CheckpointError
+from dlm_bridge.errors import CheckpointError, counted
 from dlm_bridge.files.atomic import check_output
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.mapping.dtypes import dtype_name, promote
@@ -179,7 +179,8 @@ def _dropped_note(source: Checkpoint) -> list[str]:
     state = source.training_state()
     if not any(map(is_optimizer_key, state)):
         return []
-    return [f"weights only: {len(state)} tensors and objects of training state are not converted"]
+    items = counted(len(state), "item of training state is", "items of training state are")
+    return [f"weights only: {items} not converted"]
 
 
 def _tell_cost(report: ConversionReport, sizes: Sequence[int], settings: ConversionSettings) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_bridge.convert.card import CARD, base_family, is_generated, pushed_card
+from dlm_bridge.convert.card import CARD, base_family, is_generated, pushed_card, training_run
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, list_side_files
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
@@ -56,6 +56,7 @@ def push(
     overwrite_card: bool = False,
     dry_run: bool = False,
     accept_changed_tensors: bool = False,
+    run: Path | None = None,
 ) -> PushReport:
     """Upload a Hub folder or a PEFT adapter folder in one commit.
 
@@ -68,6 +69,7 @@ def push(
         overwrite_card: replace the folder's README.md by a generated card.
         dry_run: check everything and return the report; upload nothing.
         accept_changed_tensors: upload weights that differ from their recorded digests.
+        run: checkpoint of the training run that the card describes, if it is not `folder`.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
@@ -75,12 +77,11 @@ def push(
         SettingError: the Hub refuses the repository. The message contains no token.
         ResourceError: the Hub cannot be reached.
     """
-    if not HUB_ID.fullmatch(repo_id):
-        raise SettingError("repo_id", f"{repo_id} is not a Hub id (owner/name)")
+    _check_id(repo_id)
     if not folder.is_dir():
         raise CheckpointError(folder, "no such folder")
     folder = checkpoint_folder(folder)
-    files, left_out, card = _contents(folder, repo_id, overwrite_card, accept_changed_tensors)
+    files, left_out, card = _contents(folder, repo_id, overwrite_card, accept_changed_tensors, run or folder)
     sizes = {name: inside(folder, name).stat().st_size for name in files}
     renamed = {name: found for name in files if (found := _without_local_path(folder, name)) is not None}
     sizes |= {name: len(content) for name, (content, _) in renamed.items()}
@@ -107,6 +108,17 @@ def push(
     return report
 
 
+def create_repository(repo_id: str, private: bool = False, field: str = "repo_id") -> None:
+    """Create a repository that does not exist. Raises SettingError with `field`, and ResourceError, as `push`."""
+    from huggingface_hub import HfApi
+
+    _check_id(repo_id, field)
+    try:
+        HfApi(library_name="dlm-bridge").create_repo(repo_id, private=private, exist_ok=True)
+    except Exception as error:
+        raise _refusal(repo_id, error, field) from None  # a traceback could contain a token
+
+
 def without_tokens(text: str) -> str:
     """Replace everything in `text` that is or looks like a Hub token by "***"."""
     for secret in _known_tokens():
@@ -114,8 +126,13 @@ def without_tokens(text: str) -> str:
     return _TOKEN.sub("***", text)
 
 
+def _check_id(repo_id: str, field: str = "repo_id") -> None:
+    if not HUB_ID.fullmatch(repo_id):
+        raise SettingError(field, f"{repo_id} is not a Hub id (owner/name)")
+
+
 def _contents(
-    folder: Path, repo_id: str, overwrite_card: bool, accept_changed: bool
+    folder: Path, repo_id: str, overwrite_card: bool, accept_changed: bool, run: Path
 ) -> tuple[list[str], list[str], str | None]:
     """Files to upload, excluded files, and the text of a generated card (None: the own one is kept)."""
     manifest = read_manifest(folder)
@@ -146,7 +163,8 @@ def _contents(
         files.append(MANIFEST)
     if CARD in files and not overwrite_card and not is_generated(folder / CARD, family, manifest, adapter):
         return files, left_out, None
-    return [name for name in files if name != CARD], left_out, pushed_card(folder, repo_id, family, manifest, adapter)
+    card = pushed_card(folder, repo_id, family, manifest, adapter, training_run(run))
+    return [name for name in files if name != CARD], left_out, card
 
 
 def _without_local_path(folder: Path, name: str) -> tuple[bytes, str] | None:
@@ -190,7 +208,7 @@ def _upload(
     return without_tokens(str(info.commit_url))
 
 
-def _refusal(repo_id: str, error: Exception) -> SettingError | ResourceError:
+def _refusal(repo_id: str, error: Exception, field: str = "repo_id") -> SettingError | ResourceError:
     """Error of a failed upload: cause and remedy, without a token."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     detail = without_tokens(one_line(error))[:300]
@@ -207,7 +225,7 @@ def _refusal(repo_id: str, error: Exception) -> SettingError | ResourceError:
         network = isinstance(error, OSError) or any(base.__name__ == "TransportError" for base in type(error).__mro__)
         failed = "the Hub cannot be reached" if network else "the upload failed"
         return ResourceError(repo_id, f"{failed}: {type(error).__name__}: {detail}")
-    return SettingError("repo_id", f"{repo_id}: {reason}")
+    return SettingError(field, f"{repo_id}: {reason}")
 
 
 def _known_tokens() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
@@ -197,7 +197,8 @@ def check_block(tokens: int, seq_length: int, where: str) -> None:
     """Raise SettingError if a source has less than one block of tokens."""
     if tokens < seq_length:
         raise SettingError(
-            "seq_length", f"{seq_length} is longer than the {tokens} tokens of {where}: reduce it or add text"
+            "seq_length",
+            f"{seq_length} is longer than the {counted(tokens, 'token')} of {where}: reduce it or add text",
         )
 
 

@@ -17,7 +17,7 @@ from dlm_bridge.data.blocks import LabelledTokens
 from dlm_bridge.data.chat_template import RenderedConversation, render_answers
 from dlm_bridge.data.documents import Source, cached, check_eos, check_mask_token, fingerprint
 from dlm_bridge.data.messages import Conversation, DataRecord, read_conversation, read_data_rows
-from dlm_bridge.errors import CheckpointError, InputFileError
+from dlm_bridge.errors import CheckpointError, InputFileError, counted
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
@@ -83,7 +83,9 @@ def _recorded(fields: Mapping[str, Any], where: str) -> Example:
             raise InputFileError(where, f"'{name}' is not a list of non-negative integers, which 'commit_steps' needs")
     prompt, answer, steps = (fields[name] for name in RECORDED)
     if len(answer) != len(steps):
-        raise InputFileError(where, f"'commit_steps' has {len(steps)} numbers, 'token_ids' has {len(answer)}")
+        raise InputFileError(
+            where, f"'commit_steps' has {counted(len(steps), 'number')}, 'token_ids' has {len(answer)}"
+        )
     return Example(
         [*prompt, *answer],
         [*[False] * len(prompt), *[True] * len(answer)],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 from dlm_bridge.display.trace import DenoisingTrace, confidence_colour
+from dlm_bridge.errors import counted
 
 COLUMNS = 64  # characters per line
 CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of the font size wide
@@ -138,7 +139,7 @@ def _timing(one: _Shown, frames: int, moving: float, seconds: float) -> str:
 def _legend(trace: DenoisingTrace, title: str, height: int) -> str:
     y = height - MARGIN
     words = f'<text x="{MARGIN}" y="{y}" font-family="system-ui,sans-serif" font-size="12" fill="{GIVEN}">'
-    parts = [f"{words}{escape(title)}, {trace.last.forwards} forward passes</text>"]
+    parts = [f"{words}{escape(title)}, {counted(trace.last.forwards, 'forward pass', 'forward passes')}</text>"]
     if any(confidence is not None for frame in trace.frames for confidence in frame.confidence):
         right = COLUMNS * CHARACTER + MARGIN
         parts.extend(

@@ -10,7 +10,8 @@ import colorsys
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +22,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.generation.callbacks import DenoisingStep
 from dlm_bridge.generation.request import MASK
 
@@ -83,12 +85,14 @@ class TraceFrame:
         committed_at: [S], the forward pass that committed the token; 0 for given tokens and masks.
         confidence: [S], the model's probability of the token when it was committed; None for given tokens and masks,
             and for autoregressive models, whose streamers do not get it.
+        end: position of the token that ends the text; S while there is none.
     """
 
     forwards: int
     strings: tuple[str | None, ...]
     committed_at: tuple[int, ...]
     confidence: tuple[float | None, ...]
+    end: int
 
     @property
     def committed(self) -> int:
@@ -96,12 +100,22 @@ class TraceFrame:
         tokens = zip(self.strings, self.committed_at, strict=True)
         return sum(1 for string, step in tokens if string is not None and step)
 
+    def after(self, begin: int) -> TraceFrame:
+        """The frame without the first `begin` positions."""
+        strings, committed_at, confidence = self.strings[begin:], self.committed_at[begin:], self.confidence[begin:]
+        return TraceFrame(self.forwards, strings, committed_at, confidence, max(self.end - begin, 0))
+
 
 class DenoisingTrace:
-    """Step callback that records one row. `token_streamer()` does so for an autoregressive model."""
+    """Step callback that records one row. `token_streamer()` does so for an autoregressive model.
 
-    def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
+    Args:
+        end_token_ids: tokens that end the text.
+    """
+
+    def __init__(self, strings: TokenStrings, prompt: Sequence[int], end_token_ids: Container[int] = ()) -> None:
         self._strings = strings
+        self._end_token_ids = end_token_ids
         self._tokens = list(prompt)
         self.frames: list[TraceFrame] = [_initial_frame(tuple(strings.of(prompt)))]
 
@@ -126,41 +140,70 @@ class DenoisingTrace:
             0 if string is None else committed_at[place] if before[place : place + 1] == [token] else forwards
             for place, (token, string) in enumerate(zip(tokens, strings, strict=True))
         ]
+        ends = (place for place, token in enumerate(tokens) if now[place] and token in self._end_token_ids)
         self._tokens = list(tokens)
-        self.frames.append(TraceFrame(forwards, tuple(strings), tuple(now), tuple(confidence)))
+        self.frames.append(
+            TraceFrame(forwards, tuple(strings), tuple(now), tuple(confidence), next(ends, len(tokens)))
+        )
 
     def token_streamer(self) -> Any:
         """A streamer for transformers' generate that records a frame for each token."""
         return _TokenStreamer(self, list(self._tokens))
 
 
-def trace_of(tokenizer: Any, prompt: Sequence[int]) -> DenoisingTrace:
-    """Create the trace of a row with these prompt tokens."""
-    return DenoisingTrace(TokenStrings(tokenizer), prompt)
+class LiveTrace(DenoisingTrace):
+    """Denoising trace that another thread reads while it grows, and that another thread or a signal can stop."""
+
+    def __init__(self, strings: TokenStrings, prompt: Sequence[int], end_token_ids: Container[int] = ()) -> None:
+        super().__init__(strings, prompt, end_token_ids)
+        self.changed, self.stopped = threading.Event(), threading.Event()
+
+    def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
+        """Record a forward pass. Raises StoppedError once `stopped` is set."""
+        if self.stopped.is_set():
+            raise StoppedError
+        super().add(forwards, tokens, confidence)
+        self.changed.set()
+
+
+class StoppedError(Exception):
+    """The call was stopped."""
+
+
+def trace_of(tokenizer: Any, prompt: Sequence[int], end_token_ids: Container[int] = ()) -> DenoisingTrace:
+    """Create the trace of a row with these prompt tokens; see `DenoisingTrace`."""
+    return DenoisingTrace(TokenStrings(tokenizer), prompt, end_token_ids)
 
 
 @contextmanager
-def live(trace: DenoisingTrace, console: Console) -> Iterator[None]:
-    """Show a growing trace and remove it at the end. Has no effect if `console` is not a terminal."""
+def live(trace: DenoisingTrace, console: Console, begin: int = 0) -> Iterator[None]:
+    """Show a growing trace and remove it at the end. Has no effect if `console` is not a terminal.
+
+    Args:
+        begin: first position to show.
+    """
     if not console.is_terminal:
         yield
         return
     # Long texts are cropped at the top, because samplers go from left to right.
-    with Live(_TraceView(trace), console=console, transient=True, refresh_per_second=15, vertical_overflow="crop"):
+    view = _TraceView(trace, begin)
+    with Live(view, console=console, transient=True, refresh_per_second=15, vertical_overflow="crop"):
         yield
 
 
 def frame_text(frame: TraceFrame) -> Text:
-    """Coloured text of one frame."""
+    """Coloured text of one frame, grey from its end on."""
     text = Text()
-    for string, step, confidence in zip(frame.strings, frame.committed_at, frame.confidence, strict=True):
+    tokens = zip(frame.strings, frame.committed_at, frame.confidence, strict=True)
+    for place, (string, step, confidence) in enumerate(tokens):
         if string is None:
             text.append(MASKED, MASKED_STYLE)
         elif not step:
-            text.append(string, GIVEN_STYLE)
+            text.append(printable(string), GIVEN_STYLE)
         else:
             colour = "" if confidence is None else confidence_colour(confidence)
-            text.append(string, f"{NEW_STYLE} {colour}".strip() if step == frame.forwards else colour)
+            colour = colour if place < frame.end else MASKED_STYLE
+            text.append(printable(string), f"{NEW_STYLE} {colour}".strip() if step == frame.forwards else colour)
     return text
 
 
@@ -173,7 +216,7 @@ def confidence_colour(confidence: float) -> str:
 
 def status(frame: TraceFrame) -> Text:
     """The progress, and the legend of the colours."""
-    text = Text(f"forward {frame.forwards}, {frame.committed} tokens committed", style=GIVEN_STYLE)
+    text = Text(f"forward {frame.forwards}, {counted(frame.committed, 'token')} committed", style=GIVEN_STYLE)
     if any(confidence is not None for confidence in frame.confidence):
         text.append("   probability 0 ")
         for step in range(STEPS):
@@ -185,11 +228,11 @@ def status(frame: TraceFrame) -> Text:
 class _TraceView:
     """Renderable of the newest frame, which is formatted once per screen refresh."""
 
-    def __init__(self, trace: DenoisingTrace) -> None:
-        self._trace = trace
+    def __init__(self, trace: DenoisingTrace, begin: int) -> None:
+        self._trace, self._begin = trace, begin
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        frame = self._trace.last
+        frame = self._trace.last.after(self._begin)
         lines = frame_text(frame).wrap(console, options.max_width)
         yield from lines[-max(console.height - 2, 1) :]
         yield status(frame)
@@ -225,7 +268,7 @@ def trace_data(trace: DenoisingTrace) -> dict[str, Any]:
 
 
 def _initial_frame(strings: tuple[str | None, ...]) -> TraceFrame:
-    return TraceFrame(0, strings, (0,) * len(strings), (None,) * len(strings))
+    return TraceFrame(0, strings, (0,) * len(strings), (None,) * len(strings), len(strings))
 
 
 class _TokenStreamer:

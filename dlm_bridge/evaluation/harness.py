@@ -23,7 +23,15 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
-from dlm_bridge.errors import DlmBridgeError, InputFileError, NonFiniteError, RowError, SettingError, rows_named
+from dlm_bridge.errors import (
+    DlmBridgeError,
+    InputFileError,
+    NonFiniteError,
+    RowError,
+    SettingError,
+    counted,
+    rows_named,
+)
 from dlm_bridge.evaluation.likelihood import Answer, check_answers, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
@@ -187,7 +195,9 @@ class DiffusionHarness(TemplateLM):
             settings, until = self._sampler(requests[members[0]].args[1])
             new, room = settings["max_new_tokens"], self.options.max_length - int(settings["max_new_tokens"])
             if room < 1:
-                raise SettingError("max_length", f"{new} new tokens leave no room for a prompt: increase it")
+                raise SettingError(
+                    "max_length", f"{counted(new, 'new token')} leave no room for a prompt: increase it"
+                )
             yield members, settings, until, [self.tok_encode(requests[number].args[0])[-room:] for number in members]
 
     def _texts(
@@ -257,7 +267,7 @@ class DiffusionHarness(TemplateLM):
     def _fitted(self, context: list[int], continuation: list[int]) -> Answer:
         room = self.options.max_length - len(continuation)
         if room < 1:
-            raise SettingError("max_length", f"must exceed the {len(continuation)} tokens of an answer")
+            raise SettingError("max_length", f"must exceed the {counted(len(continuation), 'token')} of an answer")
         return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
 
 

@@ -15,7 +15,7 @@ import torch
 from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
-from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, SettingError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, SettingError, counted
 from dlm_bridge.models.rope import rope_parameters, window_settings
 from dlm_bridge.registration import load
 
@@ -156,7 +156,9 @@ class _Computed:
             if self._is_cheap(size + BEYOND):
                 length = size + BEYOND
             else:
-                notes.append(f"{self.bridge.checkpoint.where}: the {name} of {size} positions was not exceeded")
+                notes.append(
+                    f"{self.bridge.checkpoint.where}: the {name} of {counted(size, 'position')} was not exceeded"
+                )
         return length
 
     def _is_cheap(self, length: int) -> bool:

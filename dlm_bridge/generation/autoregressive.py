@@ -6,6 +6,7 @@ depend on the other rows.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError, SettingError, one_line
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError, SettingError, counted, one_line
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.prompts import check_vocabulary
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
@@ -283,7 +284,9 @@ def run_generate(
     """
     if isinstance(seed, list):
         if len(seed) != 1 or len(input_ids) != 1:
-            raise SettingError("seed", f"lists {len(seed)} numbers, but rows share one random stream: set one number")
+            raise SettingError(
+                "seed", f"lists {counted(len(seed), 'number')}, but rows share one random stream: set one number"
+            )
         seed = seed[0]
     elif seed is None:
         seed = shared_seed(model)
@@ -331,7 +334,9 @@ def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0)
                 name, f"is a setting of diffusion samplers, {type(model).__name__} is autoregressive: remove it"
             )
         if name not in known:
-            raise SettingError(name, "transformers' generate does not have it")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": the nearest is `{near[0]}`" if near else ""
+            raise SettingError(name, f"transformers' generate does not have it{hint}")
     stored = model.generation_config
     if "max_new_tokens" not in given and "max_length" not in given:
         usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens
@@ -371,7 +376,8 @@ def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any], na
     new = given.get("max_new_tokens")
     if context is not None and new is not None and count + new > context:
         raise RowError(
-            f"the prompt's {count} tokens and {new} new tokens make {count + new}, beyond the model's context of "
+            f"the prompt's {counted(count, 'token')} and {counted(new, 'new token')} make {count + new}, beyond the "
+            f"model's context of "
             f"{context}: reduce `gen_length`",
             [name],
         )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, to_device
 from dlm_bridge.generation.constraints import Constraints
@@ -286,13 +286,14 @@ class CheckedRule(CommitRule):
         self._rule.memory = self.memory
         schedules = self._rule.begin(masks, noise)
         if len(schedules) != len(masks):
-            raise _refusal(f"{self._name}.begin returns steps for {len(schedules)} rows, not {len(masks)}")
+            raise _refusal(f"{self._name}.begin returns steps for {counted(len(schedules), 'row')}, not {len(masks)}")
         for count, steps in zip(masks, schedules, strict=True):
             if count and not steps:
-                raise _refusal(f"{self._name}.begin plans no step for a row of {count} masks")
+                raise _refusal(f"{self._name}.begin plans no step for a row of {counted(count, 'mask')}")
             if self.exact and sum(steps) != count:
                 raise _refusal(
-                    f"{self._name} is exact, but its steps commit {sum(steps)} tokens of a row of {count} masks"
+                    f"{self._name} is exact, but its steps commit {counted(sum(steps), 'token')} of a row of "
+                    f"{counted(count, 'mask')}"
                 )
         self._steps = [len(steps) for steps in schedules]
         return schedules

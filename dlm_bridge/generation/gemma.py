@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import NonFiniteError, RowError, SettingError
+from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation.autoregressive import (
     AutoregressiveEngine,
     Completions,
@@ -137,7 +137,8 @@ def check_gemma_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, An
     last = len(prompt) + math.ceil(given["max_new_tokens"] / length) * length
     if last > context:
         raise RowError(
-            f"the prompt's {len(prompt)} tokens and drafts of {length} for {given['max_new_tokens']} new tokens make "
+            f"the prompt's {counted(len(prompt), 'token')} and drafts of {length} for "
+            f"{counted(given['max_new_tokens'], 'new token')} make "
             f"{last}, beyond the model's context of {context}: reduce `gen_length`",
             [name],
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import NonFiniteError, RowError, SettingError
+from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.prompts import PromptLimits, check_row
@@ -47,8 +47,9 @@ class GeneratedTexts:
     def summary(self) -> str:
         """Tokens, time, speed and forward passes on one line."""
         speed = self.tokens / max(self.seconds, 1e-9)
-        passes = f"{self.forwards} forward passes of {self.tokens_per_forward:.2f} tokens per row"
-        return f"{self.tokens} tokens in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
+        passes = counted(self.forwards, "forward pass", "forward passes")
+        passes += f" of {self.tokens_per_forward:.2f} tokens per row"
+        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
 
 
 def is_diffusion(model: Any) -> bool:
@@ -139,6 +140,15 @@ def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> 
     if gemma.is_gemma(model):
         return gemma.gemma_keywords(model, settings)
     return autoregressive.generate_keywords(model, settings, longest)
+
+
+def ending_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end a text, for displays; none with `infill`."""
+    if not is_diffusion(model):
+        return autoregressive.end_tokens(model, settings)
+    if settings.get("infill"):
+        return ()
+    return resolve_settings(model, None, settings, prompt_width=1).eos_token_ids
 
 
 def copies_of(model: Any, settings: Mapping[str, Any]) -> int:

@@ -39,7 +39,7 @@ class SharedParameters:
     block_length: int | None = sampling_option(
         None, "Tokens per block; blocks are denoised from left to right.", minimum=1
     )
-    temperature: float | None = sampling_option(None, "0: greedy decoding.", minimum=0)
+    temperature: float | None = sampling_option(None, "Randomness of the draws; 0: greedy decoding.", minimum=0)
     top_k: int | None = sampling_option(None, "Sample from the k most probable tokens.", minimum=0)
     top_p: float | None = sampling_option(
         None, "Sample from the most probable tokens, up to a total probability of p.", above=0, maximum=1
@@ -53,6 +53,12 @@ class GeneralSettings:
     """Settings of every sampler that are not its parameters, without those of transformers' GenerationConfig."""
 
     algorithm: str | None = sampling_option(None, "Sampler. Default: the family's.")
+    preset: str | None = sampling_option(
+        None,
+        "Values of the sampler for what is not set otherwise: published (the model's and the family's; default), fast "
+        "(more tokens per forward pass) or careful (fewer).",
+        choices=("published", "fast", "careful"),
+    )
     cache: str | None = sampling_option(None, "KV cache: none, block, prefix or dual.", choices=get_args(CacheMode))
     execution: str | None = sampling_option(
         None, "eager, graph (CUDA graphs; default on a GPU) or compiled.", choices=get_args(Execution)

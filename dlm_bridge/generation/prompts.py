@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dlm_bridge.errors import CheckpointError, InputFileError, RowError, SettingError, one_line
+from dlm_bridge.errors import CheckpointError, InputFileError, RowError, SettingError, counted, one_line
 from dlm_bridge.files.reading import check_characters, check_text_file
 from dlm_bridge.generation.request import MASK
 
@@ -33,14 +33,17 @@ class PromptTooLongError(InputFileError):
     """A prompt has more than `max_chars` characters."""
 
 
-def encode_text(tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None) -> list[int]:
-    """Token ids of a plain prompt. With `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them.
+def encode_text(
+    tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None, begins: bool = True
+) -> list[int]:
+    """Token ids of a plain prompt. With `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them. A text that does
+    not begin a prompt gets no special tokens.
 
     Raises:
         InputFileError: a span of masks is empty, or the text has a lone surrogate.
         PromptTooLongError: the text has more than `max_chars` characters.
     """
-    return _with_spans(tokenizer, text, infill, begins=True, max_chars=max_chars)
+    return _with_spans(tokenizer, text, infill, begins=begins, max_chars=max_chars)
 
 
 def encode_chat(
@@ -348,7 +351,7 @@ def check_row(prompt: Sequence[int], name: object, limits: PromptLimits, remedy:
     if limits.inside:
         masks = sum(token == MASK for token in prompt)
         if masks > new:
-            raise RowError(f"contains {masks} masks, but `gen_length={new}`: increase it", [name])
+            raise RowError(f"contains {counted(masks, 'mask')}, but `gen_length={new}`: increase it", [name])
         count -= masks
     if limits.context is not None and count + new > limits.context:
         room = limits.context - count

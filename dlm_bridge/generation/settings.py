@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.generation.config import (
     ALTERNATIVES,
     IGNORED_SETTINGS,
@@ -39,9 +39,10 @@ from dlm_bridge.objectives.registry import noise_process
 
 logger = logging.get_logger(__name__)
 
-KEYWORD, GIVEN, STORED, MODEL, FAMILY, SAMPLER = (
+KEYWORD, GIVEN, PRESET, STORED, MODEL, FAMILY, SAMPLER = (
     "keyword argument",
     "generation_config",
+    "the preset",
     "the model's generation_config",
     "the model's config",
     "the family's default",
@@ -203,6 +204,16 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
     return sorted(fits, key=lambda name: name != family.sampler["algorithm"])
 
 
+def preset_values(kind: type[Sampler], preset: str | None) -> Mapping[str, Any]:
+    """The parameters that a preset sets. Raises SettingError for one that the sampler does not have."""
+    if preset in (None, "published"):
+        return {}
+    if preset not in kind.presets:
+        known = ", ".join(["published", *kind.presets])
+        raise SettingError("preset", f"the {kind.name} sampler does not have {preset}: choose one of {known}")
+    return kind.presets[preset]
+
+
 def check_adapters(model: Any) -> None:
     """`refuse_prompt_learning` for a live model."""
     # PEFT's `generate` calls the base model's, whose `prepare_inputs_for_generation` it has replaced.
@@ -247,7 +258,9 @@ def _sampler_and_sources(
     if generation_config is not None:
         _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
     sources = [_Source(one.where, merge_names(one.values, kind)) for one in sources]
-    return kind, sources + _default_sources(model, defaults, kind)
+    callers = [one for one in sources if one.where in EXPLICIT]
+    preset = _Source(PRESET, preset_values(kind, _find(sources, "preset", None)[0]))
+    return kind, [*callers, preset, *sources[len(callers) :], *_default_sources(model, defaults, kind)]
 
 
 def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,8 +467,8 @@ def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, room: i
             if length <= prompt_width:
                 raise SettingError(
                     "max_length",
-                    f"{length} ({source.where}) leaves no room after a prompt of {prompt_width} tokens: use "
-                    "`gen_length`, which counts new tokens only",
+                    f"{length} ({source.where}) leaves no room after a prompt of {counted(prompt_width, 'token')}: "
+                    "use `gen_length`, which counts new tokens only",
                 )
             return length - prompt_width
     return 0  # with infill; otherwise the sampler has a default

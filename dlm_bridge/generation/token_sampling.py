@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.objectives.noise import philox_uniform
@@ -82,7 +82,8 @@ def request_seeds(
         raise SettingError("generator", "must be a torch.Generator or a list of them, one per row")
     if len(generators) != len(prompts):
         raise SettingError(
-            "generator", f"lists {len(generators)} generators for {len(prompts)} rows: list one per row"
+            "generator",
+            f"lists {counted(len(generators), 'generator')} for {counted(len(prompts), 'row')}: list one per row",
         )
     if len({id(one) for one in generators}) != len(generators):
         raise SettingError("generator", "lists a torch.Generator twice: list one per row, or pass a single one")
@@ -99,7 +100,8 @@ def row_seeds(seed: int | Sequence[int], prompts: Sequence[Sequence[int]]) -> li
     if not isinstance(seed, int):
         if len(seed) != len(prompts):
             raise SettingError(
-                "seed", f"lists {len(seed)} numbers for {len(prompts)} rows: set one number, or one per row"
+                "seed",
+                f"lists {counted(len(seed), 'number')} for {counted(len(prompts), 'row')}: set one, or one per row",
             )
         return list(seed)
     seen: Counter[tuple[int, ...]] = Counter()

@@ -33,6 +33,7 @@ from dlm_bridge.loading.placement import Placement, join_replicas
 from dlm_bridge.loading.pretrained import load_hub_model, load_tokenizer
 from dlm_bridge.mapping.dtypes import parse_dtype
 from dlm_bridge.models.special_tokens import align_special_tokens
+from dlm_bridge.terminal import loading
 
 __all__ = ["LoadedModel", "Placement", "join_replicas", "load_model"]
 logger = logging.getLogger(__name__)
@@ -82,6 +83,19 @@ def load_model(
         LayoutError: the model or the number of processes does not fit `placement`.
         MissingExtraError: the machine does not have the devices of `placement`.
     """
+    with loading(os.fspath(place)):
+        return _load(place, placement, dtype, family, revision, like, tokenizer)
+
+
+def _load(
+    place: str | os.PathLike[str],
+    placement: Placement | None,
+    dtype: str | torch.dtype | None,
+    family: str | None,
+    revision: str | None,
+    like: str | None,
+    tokenizer: str | None,
+) -> LoadedModel:
     where = (placement or Placement()).arguments()
     wanted = parse_dtype(dtype)
     path = checkpoint_folder(place)

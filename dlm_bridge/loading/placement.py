@@ -119,7 +119,7 @@ class Placement:
     def _tensor_parallel(self, processes: int) -> dict[str, Any]:
         copies, rest = divmod(processes, self.tp_size)
         if processes == 1:
-            problem = f"shards the model over several processes: start {self.tp or 'them'} with torchrun"
+            problem = f"shards the model over several processes: set `nproc_per_node={self.tp or 'N'}`"
         elif rest:
             problem = f"{self.tp} does not divide {processes} processes: choose a divisor"
         elif copies > 1 and not self.replicated:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dlm_bridge.errors import LayoutError, SettingError
+from dlm_bridge.errors import LayoutError, SettingError, counted
 from dlm_bridge.mapping.rules import QUERY_GROUPS, Dims, check_divides
 from dlm_bridge.settings import check_choice
 
@@ -137,7 +137,8 @@ class Layout:
         chunks = len(parse_layout_string(text))
         if chunks % self.pp or self.vp not in (1, chunks // self.pp):
             raise LayoutError(
-                SPLIT, f"'{text}' has {chunks} stages, which must be `pp={self.pp}` times `vp` (which may be left out)"
+                SPLIT,
+                f"'{text}' has {counted(chunks, 'stage')}, which must be `pp={self.pp}` times `vp` (may be left out)",
             )
         return chunks // self.pp
 
@@ -148,7 +149,7 @@ class Layout:
         if layers < self.pp * self.vp:
             what = f"{self.pp}" + (f" with `vp={self.vp}`" if self.vp > 1 else "")
             raise LayoutError(
-                "pp", f"{what} needs at least {self.pp * self.vp} layers, the model has {layers}: lower it"
+                "pp", f"{what} needs at least {counted(self.pp * self.vp, 'layer')}, the model has {layers}: lower it"
             )
         middle, ranks = layers - (self.first_stage or 0) - (self.last_stage or 0), self.pp
         ranks -= sum(size is not None for size in (self.first_stage, self.last_stage))
@@ -168,8 +169,8 @@ class Layout:
         over = f"`pp={self.pp}`" + (f" and `vp={self.vp}`" if self.vp > 1 else "")
         if self.first_stage or self.last_stage:
             given = f"first stage {self.first_stage or 'even'}, last stage {self.last_stage or 'even'}"
-            return LayoutError(SPLIT, f"{given} does not split {layers} layers over {over}: use {fits}")
-        return LayoutError("pp", f"{layers} layers do not divide evenly over {over}: use `{SPLIT}={fits}`")
+            return LayoutError(SPLIT, f"{given} does not split {counted(layers, 'layer')} over {over}: use {fits}")
+        return LayoutError("pp", f"{counted(layers, 'layer')} do not divide evenly over {over}: use `{SPLIT}={fits}`")
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,9 @@ def chunk_layers(text: str, layers: int) -> list[int]:
     sizes = [stage.count("t") for stage in parse_layout_string(text)]
     if sum(sizes) != layers:
         proposal = layout_string(balanced(layers, len(sizes)))
-        raise LayoutError(SPLIT, f"'{text}' has {sum(sizes)} layers, the model has {layers}: use '{proposal}'")
+        raise LayoutError(
+            SPLIT, f"'{text}' has {counted(sum(sizes), 'layer')}, the model has {layers}: use '{proposal}'"
+        )
     return sizes
 
 

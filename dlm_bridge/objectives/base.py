@@ -141,7 +141,12 @@ class Objective(abc.ABC):
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
         """[K] weighted losses, summed over positions in fp32. If M is 0, zeros that are connected to the graph."""
-        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty)
+        return self.weighted_sums(
+            position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty), noisy
+        )
+
+    def weighted_sums(self, losses_M: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
+        """[K] sums of the losses of a batch's positions, weighted."""
         if noisy.terms is None:
             return (losses_M * noisy.weights).sum()[None]
         weights_M = noisy.weights

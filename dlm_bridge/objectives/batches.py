@@ -217,6 +217,8 @@ class NoisyBatch:
                 values[name] = MaskDescriptor(change(value.codes))
             elif isinstance(value, NoisePositions):
                 values[name] = value.each(change)
+            elif isinstance(value, NoisyBatch):
+                values[name] = value._each(change)
             elif isinstance(value, torch.Tensor):
                 values[name] = change(value)
-        return NoisyBatch(**values)
+        return type(self)(**values)

@@ -28,7 +28,7 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
-from dlm_bridge.errors import CheckpointError, DlmBridgeError, MissingExtraError, SettingError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, MissingExtraError, SettingError, counted
 from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.reading import check_plain_files, read_json
@@ -250,7 +250,7 @@ def _compare_logits(
     token = int(apart_SV[position].argmax())
     detail = (
         f"{float(ours_SV[position, token])!r} and {float(theirs_SV[position, token])!r}; {int(wrong_S.sum())} of "
-        f"{length} positions are more than {allowed:.1e} apart"
+        f"{counted(length, 'position')} are more than {allowed:.1e} apart"
     )
     return verdict, [Difference(f"logits[{position}, {token}]", "values", detail)]
 
@@ -278,7 +278,7 @@ def _sample_differences(
                 return [Difference("greedy sample", "values", detail)]
             notes.append(f"greedy sample, step {step}: two choices are equally probable within {margin:.1e}")
         canvas[0, position] = token
-    notes.append(f"greedy sample: the same {len(original.picks)} tokens, one per step, in the same order")
+    notes.append(f"greedy sample: the same {counted(len(original.picks), 'token')}, one per step, in the same order")
     return []
 
 

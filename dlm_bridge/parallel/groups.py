@@ -100,8 +100,8 @@ def _join(current: Platform, layout: Layout, parallel: ContextParallelConfig) ->
     if world % need:
         raise LayoutError(
             "layout",
-            f"{_sizes(layout, parallel)} needs a multiple of {need} processes, but {world} run: start {need} with "
-            "torchrun, or choose another layout",
+            f"{_sizes(layout, parallel)} needs a multiple of {need} processes, but {world} run: set "
+            f"`nproc_per_node={need}`, or choose another layout",
         )
     start_process_group(current.backend, current.group_device())
 

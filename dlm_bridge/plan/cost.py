@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.plan.memory import copies
+from dlm_bridge.plan.hardware import Hardware
+from dlm_bridge.plan.memory import adapter_parameters, copies
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.plan.run import Hardware, PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 
 # Passes over each token copy in memory: permutation and back, forward and backward, and reading it.
 _EXPERT_PASSES = 10
@@ -99,6 +100,8 @@ def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) 
     between = elementwise_bytes(model, run, moe) * run.tokens / hardware.memory_rate
     forward = max(products + attention + experts + between, hardware.layer_latency)
     work = _Work(compute=3 * forward + (_BACKWARD_ATTENTION - 2) * attention)
+    if run.lora_rank:
+        work.compute -= products + experts  # frozen weights have no gradients
     work.tensor_parallel = _tensor_parallel(model, run, hardware)
     if run.tp_overlap:
         work.tensor_parallel = _exposed(work.tensor_parallel, 3 * products, hardware)
@@ -248,7 +251,7 @@ def _selective(
 def _head(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> _Work:
     columns = -(-model.dims.vocab // run.layout.tp)
     flops = 2 * columns * model.dims.hidden * run.tokens / run.streams * (1.0 if run.all_logits else run.loss_share)
-    return _Work(compute=3 * flops / _rate(run, hardware))
+    return _Work(compute=(2 if run.lora_rank else 3) * flops / _rate(run, hardware))
 
 
 def _messages(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> float:
@@ -281,6 +284,7 @@ def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, ove
             dense += number * (sum(held.values()) - held.get("experts", 0))
         outer = model.outer(layout.tp)
         dense += outer["embedding"] * (stage == 0) + outer.get("head", 0) * (stage == layout.pp - 1)
+        dense, experts = adapter_parameters(model, run, stage) or (dense, experts)
         total = update = 0.0
         for count, shards, span in (
             (dense, run.shards[0], layout.tp * run.cp * run.dp),

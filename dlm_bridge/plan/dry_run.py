@@ -12,12 +12,12 @@ from dlm_bridge import distributed
 from dlm_bridge.data.documents import NamedDataset, check_tokenizer
 from dlm_bridge.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.data.sources import DataSources
-from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.loading.pretrained import check_exists
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
-from dlm_bridge.plan.model import open_model
-from dlm_bridge.plan.run import PlannedRun, run_of
+from dlm_bridge.plan.memory import MemoryPlan, engine_notes, memory_plan
+from dlm_bridge.plan.model import PlannedModel, open_model
+from dlm_bridge.plan.run import PlannedRun, accelerate_run, run_of
 from dlm_bridge.settings import check_minimum
 from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import TrainConfig
@@ -37,10 +37,7 @@ from dlm_bridge.train.setup import (
     with_seq_length,
 )
 
-MAIN_PARAMS = "optim contains the Accelerate engine's fp32 weights, weights their 16-bit copies"
-ESTIMATED = "activations are estimated for the Megatron engine's layers; transformers' layers store more"
-ADAPTER = "no memory plan: it does not cover adapters, whose base model has neither gradients nor optimizer state"
-OFFLOADED = "with `cpu_offload` weights, gradients and optimizer state are in the CPU's memory, not on the devices"
+ADAPTER = "no memory plan: it covers neither quantized base models nor adapters that are continued"
 AVERAGED = "the moving average (`ema_decay`) is not counted: 4 bytes per parameter, sharded like the optimizer state"
 HUB = "only the config of the Hub id was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "settings that need a GPU or Transformer Engine are checked when the run starts"
@@ -220,31 +217,34 @@ def memory_of(
         model = open_model(source, family=config.model.family)
         dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
         find_engine(config.engine.engine).check_model(config, model.family, model.config, dims, objective)
-        return memory_plan(model, run), building_notes(model, run)
+        return _planned(model, run)
     if config.model.adapts:
         model_source(config).check_quantization()
-        return None, [ADAPTER]
+        if config.model.lora_quantize or not config.model.lora_rank:
+            return None, [ADAPTER]
     try:
         model = open_model(source, family=config.model.family)
     except DlmBridgeError as error:  # the accelerate engine also trains models that megatron-core lacks
         return None, [f"no memory plan: {error}"]
-    gpus, shards, replicas = run.gpus, config.parallel.shards, config.parallel.fsdp_replicas
-    if gpus % replicas:
-        raise LayoutError("fsdp_replicas", f"{replicas} does not divide `gpus={gpus}`")
-    run = dataclasses.replace(
+    run = accelerate_run(
         run,
-        gpus=gpus // replicas,  # each group of replicas has a model of its own
-        optimizer="adamw",
-        distributed_optimizer=shards,
-        fsdp="optim_grads_params" if shards else None,
-        own_shards=shards,
-        recompute="full" if config.engine.gradient_checkpointing else "none",
-        gradient_bytes=8 if gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
+        config.parallel.shards,
+        config.engine.gradient_checkpointing,
+        config.parallel.fsdp_replicas,
+        config.parallel.cpu_offload,
     )
-    notes = [] if config.precision.precision == "fp32" else [MAIN_PARAMS]
-    notes += [OFFLOADED] if config.parallel.cpu_offload else []
-    notes += [AVERAGED] if config.optimizer.ema_decay else []
-    return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]
+    memory, notes = _planned(model, run)
+    return memory, [AVERAGED, *notes] if config.optimizer.ema_decay else notes
+
+
+def _planned(model: PlannedModel, run: PlannedRun) -> tuple[MemoryPlan | None, list[str]]:
+    """Memory with notes; no plan for adapters in layers of unknown sizes."""
+    try:
+        return memory_plan(model, run), engine_notes(model, run)
+    except SettingError as error:
+        if error.field != "lora_targets":
+            raise
+        return None, [f"no memory plan: {error}"]
 
 
 def parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:

@@ -8,7 +8,7 @@ import typer
 
 from dlm_bridge.cli.convert import print_json
 from dlm_bridge.cli.help import in_flags
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,13 +27,14 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dlm_bridge.plan.views import memory_table, memory_text
+    from dlm_bridge.plan.views import memory_table, memory_text, model_text, needed
 
     console = Console()
     typer.echo(run.config.to_yaml())  # valid as a --config file
     console.print(_layout(run))
-    tokens = f"{run.config.data.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens"
-    batches = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) per replica"
+    tokens = f"{counted(run.config.data.global_batch_size, 'sequence')}, {counted(run.tokens_per_step, 'token')}"
+    batches = f"{counted(run.micro_batches, 'micro-batch', 'micro-batches')} of"
+    batches += f" {counted(run.micro_batch_size, 'sequence')} per replica"
     console.print(Text(f"per step: {tokens}, {batches}"), soft_wrap=True)
     if ramp_up := run.config.data.batch_ramp_up:
         start, increment, samples = ramp_up.split(",")
@@ -47,14 +48,8 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         console.print(Text(f"data: and {len(run.data) - SHOWN_PIECES:,} more"), soft_wrap=True)
     if run.memory is not None:
         console.print(memory_table(run.memory))
-        peak, model = run.memory.peak, run.memory.model
-        sizes = f"{model.parameters:,} parameters"
-        if model.dims.experts:
-            sizes += f", {model.active_parameters:,} active"
-        console.print(
-            Text(f"{model.family.name}: {sizes}; stage {peak.pp_rank} needs {memory_text(peak.total)}"),
-            soft_wrap=True,
-        )
+        console.print(Text(printable(model_text(run.memory.model))), soft_wrap=True)
+        console.print(Text(needed(run.memory)), soft_wrap=True)
     if (rollouts := run.rollouts) is not None:
         parts = [("weights to sample from", rollouts.weights), ("reference model", rollouts.reference)]
         parts += [("value model and its optimizer", rollouts.value_model), ("each row of full length", rollouts.row)]
@@ -90,7 +85,7 @@ def _layout(run: DryRun) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{run.gpus} device(s), --engine {run.config.engine.engine}"
+    title = f"{counted(run.gpus, 'device')}, --engine {run.config.engine.engine}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("dimension")
     table.add_column("size", justify="right")

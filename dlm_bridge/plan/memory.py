@@ -17,10 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from dlm_bridge.errors import counted
+from dlm_bridge.plan.lora import adapter_layer
 from dlm_bridge.plan.model import ROLES, PlannedModel
 from dlm_bridge.plan.run import GIB, OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
+MAIN_PARAMS = "optimizer contains the Accelerate engine's fp32 weights, weights their 16-bit copies"
+ESTIMATED = "activations are estimated for the Megatron engine's layers; transformers' layers store more"
 _STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments per parameter, but for the matrices of Muon
 _REDUCED_TOGETHER = 10**9  # gradient elements that may wait for their reduction in Megatron FSDP, at least
 # Roles whose matrices have one moment under Muon. Experts are not among them: it depends on the family.
@@ -44,6 +48,8 @@ class StageMemory:
     transient: int  # the largest of the loss's logits, one layer's recomputed activations, FSDP's unreduced gradients
     overhead: int  # outside of the caching allocator, and its fragmentation
     building: int  # peak of tensors before the first step, while the model is built and sharded
+    trained: int  # parameters of the adapter; without one, all
+    host: int  # in the CPU's memory per GPU: offloaded weights, gradients and optimizer state
 
     @property
     def allocated(self) -> int:
@@ -116,19 +122,31 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     found = []
     if model.left_out_mtp:
         found.append(
-            f"{model.left_out_mtp} multi-token prediction layer(s) are not counted. When trained, each needs as much "
-            "as a layer and the output layer, plus an embedding, on the last stage; otherwise they stay on the CPU"
+            f"{counted(model.left_out_mtp, 'multi-token prediction layer')} not planned. When trained, each needs as "
+            "much as a layer and the output layer, plus an embedding, on the last stage; otherwise it stays on the CPU"
         )
     if run.global_batch_size is None:
-        found.append(f"without `global_batch_size`: assumes {run.micro_batches} micro-batches per step")
-    found += building_notes(model, run)
+        batches = counted(run.micro_batches, "micro-batch", "micro-batches")
+        found.append(f"without `global_batch_size`: assumes {batches} per step")
+    found += engine_notes(model, run)
     if model.dims.experts:
         percent = round(100 * (OVERHEADS.expert_imbalance - 1))
         found.append(f"assumes that the busiest expert-parallel rank gets {percent}% more tokens than average")
     return found
 
 
-def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
+def engine_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
+    """Assumptions about the engine, and the composition of the peak before the first step."""
+    found = _building_notes(model, run)
+    if run.lora_rank:
+        found.append("activations under LoRA are counted as if all weights were trained: at most these are stored")
+    if run.engine == "accelerate":
+        found += [] if run.precision == "fp32" or run.lora_rank else [MAIN_PARAMS]
+        found.append(ESTIMATED)
+    return found
+
+
+def _building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     """Composition of the peak before the first step, and the measurements that it was compared with."""
     if run.fsdp is None:
         return []
@@ -153,7 +171,8 @@ def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
 def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     chunks = model.stages(run.layout)[pp]
     parameters = _parameters(model, run, pp)
-    weights, gradients, optimizer = _states(model, run, parameters)
+    adapter = adapter_parameters(model, run, pp)
+    weights, gradients, optimizer, host = _states(model, run, parameters, adapter)
     micro_batches = in_flight(pp, run.layout.pp, run.layout.vp, run.micro_batches)
     kinds = model.kinds(run.layout)[pp]
     layer = {moe: (layer_activations(model, run, moe), layer_activations(model, run, moe, full=True)) for moe in kinds}
@@ -186,6 +205,8 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
         transient=round(transient),
         overhead=round(overhead),
         building=round(building),
+        trained=sum(parameters.values()) if adapter is None else sum(adapter),
+        host=round(host),
     )
 
 
@@ -221,34 +242,54 @@ def _parameters(model: PlannedModel, run: PlannedRun, pp: int) -> dict[str, int]
     return {role: count for role, count in counts.items() if count}
 
 
-def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state on the device."""
+def adapter_parameters(model: PlannedModel, run: PlannedRun, pp: int) -> tuple[int, int] | None:
+    """Parameters of the adapter on a rank, in the dense part and in experts; None if the weights are trained."""
+    if not run.lora_rank:
+        return None
+    dense = experts = 0
+    for moe, number in model.kinds(run.layout)[pp].items():
+        layer = adapter_layer(
+            model, moe, run.layout.tp, run.layout.ep, run.layout.expert_tp, run.lora_rank, run.lora_targets
+        )
+        dense, experts = dense + number * layer[0], experts + number * layer[1]
+    return dense, experts
+
+
+def _states(
+    model: PlannedModel, run: PlannedRun, parameters: dict[str, int], adapter: tuple[int, int] | None
+) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients and optimizer state on the device, and of what is offloaded to the CPU."""
     experts = parameters.get("experts", 0)
-    dense = sum(parameters.values()) - experts
+    held = (sum(parameters.values()) - experts, experts)
     low = run.precision != "fp32"
     of_state = _STATE[run.optimizer] + (4 if low else 0)  # fp32 main parameters beside narrow ones
-    if run.optimizer_cpu_offload:
-        of_state = 0
     sharded = run.distributed_optimizer or run.fsdp is not None
     weights = gradients = optimizer = 0.0
-    for count, shards in zip((dense, experts), run.shards, strict=True):
-        held = count / shards if run.fsdp == "optim_grads_params" else count
+    for count, trained, shards in zip(held, adapter or held, run.shards, strict=True):
+        split = shards if run.fsdp == "optim_grads_params" else 1
         if not (low and run.own_shards):  # FSDP2 casts what it gathers
-            weights += (2 if low else 4) * held
+            weights += (2 if low else 4) * (trained / split)
+        if adapter is not None:  # frozen
+            weights += (2 if low else 4) * (count / split)
         gradients += run.gradient_bytes * (
-            count / shards if run.fsdp in ("optim_grads", "optim_grads_params") else count
+            trained / shards if run.fsdp in ("optim_grads", "optim_grads_params") else trained
         )
-        optimizer += of_state * (count / shards if sharded else count)
+        optimizer += of_state * (trained / shards if sharded else trained)
     if run.optimizer == "muon":
         optimizer -= 4 * sum(parameters.get(role, 0) for role in _MATRICES)
+    host = 0.0
+    if run.cpu_offload:
+        host, weights, gradients, optimizer = weights + gradients + optimizer, 0.0, 0.0, 0.0
+    elif run.optimizer_cpu_offload:
+        host, optimizer = optimizer, 0.0
     if run.precision == "fp8":  # each linear weight once more in FP8, as it is and transposed
         linear = sum(parameters.get(role, 0) for role in ("attention", "mlp", "experts", "shared experts"))
         weights += 2 * linear
     if run.fsdp == "optim_grads_params":
         weights += 2 * (2 if low else 4) * _largest_unit(model, run)  # gathered: the layer at work and the next one
-    if run.fsdp in ("optim_grads", "optim_grads_params"):
+    if run.fsdp in ("optim_grads", "optim_grads_params") and adapter is None:
         gradients += run.gradient_bytes * _largest_unit(model, run)  # whole until they are summed
-    return weights, gradients, optimizer
+    return weights, gradients, optimizer, host
 
 
 def _waiting(model: PlannedModel, run: PlannedRun, parameters: int) -> float:
@@ -280,7 +321,8 @@ def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) 
         return low * count
     shards, expert_shards = run.shards
     if run.own_shards:
-        return 4 * (count + largest_parameter(model)) / shards
+        width = low if run.lora_rank else 4  # frozen weights are loaded in the run's precision
+        return width * (largest_parameter(model) + (0 if run.cpu_offload else count)) / shards
     main, experts = 4 if low == 2 else 0, parameters.get("experts", 0)
     sharded = (count - experts) / shards + experts / expert_shards
     gradients = run.gradient_bytes * (count if run.fsdp == "optim" else sharded)

@@ -13,9 +13,10 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError, LayoutError, ResourceError, SettingError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.plan.cost import StepTime, step_time
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.memory import MemoryPlan, memory_plan
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.plan.run import GIB, Hardware, PlannedRun
+from dlm_bridge.plan.run import GIB, PlannedRun
 
 # From free to the cost of a whole forward pass; the first that fits is the fastest.
 RECOMPUTATION: tuple[tuple[str, tuple[str, ...]], ...] = (

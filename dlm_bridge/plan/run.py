@@ -1,19 +1,19 @@
 """The planned training run and its hardware: settings that decide memory and time, and their checks.
 
-The constants that the memory and time models rest on, and that no formula gives, are in `Overheads` and `Hardware`.
+Constants that the memory and time models rest on, and that no formula gives, are in `Overheads` and in hardware.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.settings import check_choice, check_minimum, check_option, options_of
+from dlm_bridge.settings import check_choice, check_minimum, check_option, comma_separated, options_of
 from dlm_bridge.train.config import (
     TrainConfig,
     check_ep_overlap,
@@ -48,63 +48,7 @@ class Overheads:
     gradient_bytes: int = 4  # the engine reduces gradients in fp32
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of GPU and its network; rates in FLOP/s, and in bytes/s per direction, per GPU.
-
-    The defaults are the data sheet rates of an 80 GB H100 SXM with NVLink 4 and one 400 Gb/s port per GPU. The
-    efficiencies are the fractions that kernels were measured to sustain on one H200 (docs/planning.md): a large matrix
-    product 654 of 989 TFLOP/s under the power limit (one of `small_rows` rows half of that), attention 550 to 700,
-    memory 4.36 of 4.8 TB/s. `overlap_efficiency`, the part of a communication that computation hides where the run
-    overlaps the two, is one that fits published runs. `layer_latency` is the time in seconds to launch one layer's
-    forward kernels, `message_latency` that of one pipeline message or collective.
-    """
-
-    memory: int = 80 * 10**9
-    flops: float = 989e12
-    nvlink: float = 450e9
-    network: float = 50e9
-    memory_bandwidth: float = 3.35e12
-    per_node: int = 8
-    matmul_efficiency: float = 0.66
-    small_rows: int = 256
-    attention_efficiency: float = 0.6
-    memory_efficiency: float = 0.91
-    expert_efficiency: float = 0.5
-    link_efficiency: float = 0.75
-    overlap_efficiency: float = 0.5
-    layer_latency: float = 3e-4
-    message_latency: float = 3e-5
-
-    def bandwidth(self, ranks: int) -> float:
-        """Bytes/s per GPU of a group of neighbouring ranks: NVLink inside a node, else the network."""
-        return (self.nvlink if ranks <= self.per_node else self.network) * self.link_efficiency
-
-    @property
-    def memory_rate(self) -> float:
-        """Bytes/s that kernels read and write."""
-        return self.memory_bandwidth * self.memory_efficiency
-
-    def assumptions(self) -> list[str]:
-        """Assumptions of every estimated time, one sentence each."""
-        return [
-            f"a GPU: {self.flops / 1e12:.0f} TFLOP/s in bf16 and twice that in FP8, of which matrix products sustain "
-            f"{self.matmul_efficiency:.0%}, experts' {self.expert_efficiency:.0%}, attention (never in FP8) "
-            f"{self.attention_efficiency:.0%}; memory {self.memory_bandwidth / 1e12:.2f} TB/s, of which "
-            f"{self.memory_efficiency:.0%}",
-            f"links: NVLink {self.nvlink / 1e9:.0f} GB/s among {self.per_node} GPUs, network {self.network / 1e9:.0f} "
-            f"GB/s a GPU whatever the number of nodes, of which {self.link_efficiency:.0%}; "
-            f"{1e6 * self.message_latency:.0f} us a message or collective",
-            "tensor and expert parallel collectives do not overlap with computation (with tp_overlap and ep_overlap "
-            f"{self.overlap_efficiency:.0%} of them do); at most 90% of data-parallel communication overlaps with the "
-            "last micro-batch, and at most 90% of context-parallel communication with attention",
-            "the pipeline's bubble is (pp - 1) / (vp x micro-batches) of the slowest stage's work",
-            "no failure, no slow GPU, no checkpoint, no waiting for data",
-        ]
-
-
 OVERHEADS = Overheads()
-
 
 TRAINING_OPTIONS = (
     "seq_length", "micro_batch_size", "global_batch_size", "cp", "precision", "optimizer",
@@ -120,7 +64,9 @@ class PlannedRun:
     `streams` is the number of copies of a sequence in the model's input (two for the two-stream block objective),
     `loss_share` the mean fraction of its positions that have a loss. With `all_logits` the logits of all positions
     exist at once, otherwise those of the positions with a loss, in chunks. With `own_shards` each
-    process reads only its shards under FSDP, as in the Accelerate engine, and never has the whole model.
+    process reads only its shards under FSDP, as in the Accelerate engine, and never has the whole model; with
+    `cpu_offload` these are in the CPU's memory. With a `lora_rank` the weights are frozen and an adapter in
+    `lora_targets` (default: the family's) is trained.
     """
 
     layout: Layout
@@ -147,6 +93,10 @@ class PlannedRun:
     loss_share: float = 1.0
     all_logits: bool = False
     own_shards: bool = False
+    cpu_offload: bool = False
+    engine: str = "megatron"
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def model_ranks(self) -> int:
@@ -199,7 +149,7 @@ class PlannedRun:
     def check_layout(self, model: PlannedModel) -> None:
         """`check` of the numbers of ranks alone."""
         layout = self.layout
-        model.cached(("takes", layout), lambda: _check_layout(model, layout))
+        model.cached(("takes", layout), lambda: check_layout(model, layout))
         for ranks, what in (
             (self.model_ranks, f"`tp={layout.tp}` x `pp={layout.pp}` x `cp={self.cp}`"),
             (layout.pp * layout.ep * layout.expert_tp, f"`pp={layout.pp}` x `ep={layout.ep}` x `etp`"),
@@ -224,6 +174,15 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
+        check_minimum("lora_rank", self.lora_rank, 0)
+        if self.lora_targets and not self.lora_rank:
+            raise SettingError("lora_targets", "needs `lora_rank`")
+        if self.lora_rank and self.fsdp and not self.own_shards:
+            raise SettingError("fsdp", "excludes an adapter: megatron-core's FSDP does not shard frozen weights")
+        if self.lora_rank and self.precision == "fp8" and not self.own_shards:
+            raise SettingError("precision", "fp8 is not supported with an adapter: its layers have no FP8 products")
+        if self.optimizer_cpu_offload and (self.fsdp or self.optimizer != "adamw" or self.precision == "fp32"):
+            raise SettingError("optimizer_cpu_offload", "needs `optimizer=adamw` in 16 bits, without `fsdp`")
         check_instances(self.optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer)
         if self.optimizer == "muon" and self.distributed_optimizer:
             raise SettingError("optimizer", "muon's state is not sharded: add `distributed_optimizer=False`")
@@ -265,6 +224,7 @@ class PlannedRun:
             "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "optimizer_instances",
             "fsdp", "sharded_sequence", "recompute", "recompute_modules", "recompute_layers", "moe_dispatcher",
             "tp_overlap", "ep_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
+            "engine", "cpu_offload", "lora_rank", "lora_targets",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":
@@ -272,12 +232,32 @@ class PlannedRun:
         return {**self.layout.as_dict(), "etp": self.layout.expert_tp, **values}
 
 
-def _check_layout(model: PlannedModel, layout: Layout) -> None:
+def check_layout(model: PlannedModel, layout: Layout) -> None:
     layout.check(model.dims)
     for rule in model.rules:
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, model.dims)
     if model.dims.heads % layout.tp:
         raise LayoutError("tp", f"{layout.tp} does not divide the {model.dims.heads} attention heads")
+
+
+def accelerate_run(
+    run: PlannedRun, shards: bool, gradient_checkpointing: bool, replicas: int = 1, cpu_offload: bool = False
+) -> PlannedRun:
+    """The run in the Accelerate engine, as DDP or, with `shards`, FSDP2 in groups of `gpus` / `replicas`."""
+    if run.gpus % replicas:
+        raise LayoutError("fsdp_replicas", f"{replicas} does not divide `gpus={run.gpus}`")
+    return replace(
+        run,
+        gpus=run.gpus // replicas,  # each group of replicas has a model of its own
+        optimizer="adamw",
+        distributed_optimizer=shards,
+        fsdp="optim_grads_params" if shards else None,
+        own_shards=shards,
+        engine="accelerate",
+        cpu_offload=cpu_offload,
+        recompute="full" if gradient_checkpointing else "none",
+        gradient_bytes=8 if run.gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
+    )
 
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
@@ -303,6 +283,8 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         moe_dispatcher=config.parallel.moe_dispatcher,
         tp_overlap=config.parallel.tp_overlap,
         ep_overlap=config.parallel.ep_overlap,
+        lora_rank=config.model.lora_rank,
+        lora_targets=tuple(comma_separated(config.model.lora_targets)),
         **objective_settings(objective),
     )
 

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 
 from dlm_bridge.cli.convert import print_json
 from dlm_bridge.cli.help import in_flags
-from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.errors import SettingError, counted, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dlm_bridge.plan.inference import InferencePlan
     from dlm_bridge.plan.memory import MemoryPlan, StageMemory
+    from dlm_bridge.plan.model import PlannedModel
     from dlm_bridge.plan.recommend import Recommendation
+    from dlm_bridge.plan.run import PlannedRun
 
 
 MEMORY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
-SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.COMPONENTS
 
 
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
@@ -37,26 +39,71 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
 
     console = Console()
     run, model = plan.run, plan.model
-    sizes = f"{model.parameters:,} parameters"
-    if model.dims.experts:
-        sizes += f", {model.active_parameters:,} active"
-    console.print(Text(printable(f"{model.name} ({model.family.name}): {sizes}")))
-    console.print(Text(f"{run.gpus} GPUs: {_layout(plan)}"))
+    console.print(Text(printable(model_text(model))))
+    console.print(Text(f"{counted(run.gpus, 'GPU')}: {_layout(plan)}"))
     console.print(memory_table(plan))
     console.print(Text("parameters by role: " + _roles(plan)))
-    peak = plan.peak
-    verdict = "fits" if peak.total <= gpu_memory else "does not fit"
-    console.print(
-        Text(
-            f"{verdict} {gpu_memory / GIB:.1f} GiB: stage {peak.pp_rank} needs {memory_text(peak.total)} "
-            f"({memory_text(peak.allocated)} allocated"
-            + (f", {memory_text(peak.building)} to build the model)" if peak.building > peak.allocated else ")")
-        )
-    )
+    verdict = "fits" if plan.peak.total <= gpu_memory else "does not fit"
+    console.print(Text(f"{verdict} {gpu_memory / GIB:.1f} GiB: {needed(plan)}"))
     for note in notes(model, run):
         console.print(Text(f"note: {in_flags(note)}"))
     if found is not None:
         _show_reasons(console, found)
+
+
+def needed(plan: MemoryPlan) -> str:
+    """Memory of the stage that needs the most."""
+    peak = plan.peak
+    parts = [f"{memory_text(peak.allocated)} allocated"]
+    if peak.building > peak.allocated:
+        parts.append(f"{memory_text(peak.building)} to build the model")
+    if peak.host:
+        parts.append(f"and {memory_text(peak.host)} of CPU memory per GPU")
+    return f"stage {peak.pp_rank} needs {memory_text(peak.total)} ({', '.join(parts)})"
+
+
+def show_inference(plan: InferencePlan, as_json: bool) -> None:
+    """Print the memory of sampling."""
+    if as_json:
+        print_json(plan.as_dict())
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(printable(model_text(plan.model))))
+    copies = counted(plan.gpus // plan.tp, "copy", "copies")
+    console.print(Text(f"{counted(plan.gpus, 'GPU')}: {copies} of the model, TP {plan.tp}, {plan.precision}"))
+    parts = [("weights", plan.weights), ("overhead", plan.overhead)]
+    row = [("KV cache", plan.kv_cache), ("activations", plan.activations), ("logits", plan.logits)]
+    console.print(_parts_table("Memory per GPU", [*parts, ("total with one row", plan.total)]))
+    console.print(_parts_table(f"A row of {counted(plan.seq_length, 'token')}", [*row, ("total", plan.row)]))
+    verdict = "fits" if plan.fits else "does not fit"
+    rows = f": {counted(plan.rows, 'row')} at once"
+    if plan.gpus > plan.tp:
+        rows += f" per copy, {plan.rows * (plan.gpus // plan.tp):,} in all"
+    console.print(Text(f"{verdict} {plan.gpu_memory / GIB:.1f} GiB{rows if plan.fits else ''}"))
+    if not plan.fits:
+        console.print(Text("try a larger --tp, shorter rows, or --recommend for the smallest --tp that fits"))
+
+
+def _parts_table(title: str, parts: list[tuple[str, int]]) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, nbytes in parts:
+        table.add_row(name, memory_text(nbytes) if nbytes else "-")
+    return table
+
+
+def model_text(model: PlannedModel) -> str:
+    sizes = f"{model.parameters:,} parameters"
+    if model.dims.experts:
+        sizes += f", {model.active_parameters:,} active"
+    return f"{model.name} ({model.family.name}): {sizes}"
 
 
 def memory_table(plan: MemoryPlan) -> Table:
@@ -66,18 +113,21 @@ def memory_table(plan: MemoryPlan) -> Table:
 
     unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # fixed overhead exceeds a small model
     table = Table(
-        title=f"Memory per GPU in {unit} ({plan.ranks} GPU{'s' * (plan.ranks > 1)} per pipeline stage)",
+        title=f"Memory per GPU in {unit} ({counted(plan.ranks, 'GPU')} per pipeline stage)",
         title_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        show_edge=False,
+        padding=0,
     )
-    for column in ("stage", "layers", "params", *SHORT, "total"):
-        table.add_column(column, justify="right" if column != "stage" else "left", no_wrap=True)
+    for column in ("stage", "layers", *COMPONENTS, "total"):
+        table.add_column(column, justify="right" if column != "stage" else "left", overflow="fold")
     for alike in _folded(plan.stages):
         stage = alike[0]
         name = f"{stage.pp_rank}" if len(alike) == 1 else f"{stage.pp_rank}-{alike[-1].pp_rank}"
-        figures = [f"{getattr(stage, part) / size:.2f}" for part in (*COMPONENTS, "total")]
-        table.add_row(name, str(stage.layers), _count(stage.held), *figures)
+        sizes = [getattr(stage, part) / size for part in (*COMPONENTS, "total")]
+        table.add_row(
+            name, str(stage.layers), *(f"{value:.2f}" if value < 1000 else f"{value:,.0f}" for value in sizes)
+        )
     return table
 
 
@@ -129,6 +179,11 @@ def _flags(found: Recommendation) -> str:
 
 def _layout(plan: MemoryPlan) -> str:
     run = plan.run
+    batches = counted(run.micro_batches, "micro-batch", "micro-batches")
+    batches += f" of {run.micro_batch_size} x {run.seq_length:,} tokens"
+    if run.engine == "accelerate":
+        sharding = "FSDP2" if run.own_shards else "DDP"
+        return f"{sharding}, {batches}, {run.precision}, {_states(run)}"
     parts = [f"TP {run.layout.tp}", f"PP {run.layout.pp}", f"VP {run.layout.vp}", f"CP {run.cp}", f"DP {run.dp}"]
     if plan.model.dims.experts:
         parts += [f"EP {run.layout.ep}", f"ETP {run.layout.expert_tp}", f"expert DP {run.expert_dp}"]
@@ -136,9 +191,18 @@ def _layout(plan: MemoryPlan) -> str:
     if (instances := run.optimizer_instances) > 1:
         sharding += f" in {instances} instances"
     parts += [
-        f"{run.micro_batches} micro-batches of {run.micro_batch_size} x {run.seq_length} tokens",
-        f"{run.precision}, {run.optimizer}, {sharding}, recompute {run.recompute}",
+        batches,
+        f"{run.precision}, {run.optimizer}, {sharding}, {_states(run)}",
     ]
+    return ", ".join(parts)
+
+
+def _states(run: PlannedRun) -> str:
+    """What is recomputed, trained and offloaded."""
+    parts = [f"recompute {run.recompute}"]
+    parts += [f"LoRA of rank {run.lora_rank}"] if run.lora_rank else []
+    parts += ["all states on the CPU"] if run.cpu_offload else []
+    parts += ["optimizer on the CPU"] if run.optimizer_cpu_offload else []
     return ", ".join(parts)
 
 
@@ -147,8 +211,10 @@ def _roles(plan: MemoryPlan) -> str:
     chosen = [plan.stages[0], *plan.stages[-1:]] if len(plan.stages) > 1 else [plan.stages[0]]
     texts = []
     for stage in chosen:
-        roles = ", ".join(f"{role} {count:,}" for role, count in stage.parameters.items())
-        texts.append(f"stage {stage.pp_rank}: {roles}")
+        roles = ", ".join(f"{role} {number:,}" for role, number in stage.parameters.items())
+        texts.append(f"stage {stage.pp_rank}: {stage.held:,} ({roles})")
+        if stage.trained != stage.held:
+            texts[-1] += f", and {stage.trained:,} of the adapter, which are trained"
     return "; ".join(texts)
 
 
@@ -167,7 +233,7 @@ def _figures(stage: StageMemory) -> tuple[object, ...]:
     return (stage.layers, stage.parameters, stage.allocated, stage.total)
 
 
-def _count(parameters: float) -> str:
+def _short(parameters: float) -> str:
     """Parameters in billions or millions."""
     for unit, size in (("B", 1e9), ("M", 1e6)):
         if parameters >= size / 10:
@@ -201,9 +267,9 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
         )
         axes.set_xticks(range(len(columns)), columns)
         step = -(-len(rows) // 32)
-        labels = [f"{stage.pp_rank}  ({stage.layers} layer{'s' * (stage.layers != 1)})" for stage in plan.stages]
+        labels = [f"{stage.pp_rank}  ({counted(stage.layers, 'layer')})" for stage in plan.stages]
         axes.set_yticks(range(0, len(rows), step), labels[::step])
-        axes.set_ylabel(f"pipeline stage, {plan.ranks} ranks each")
+        axes.set_ylabel(f"pipeline stage, {counted(plan.ranks, 'GPU')} each")
         axes.set_title(_heat_map_title(plan))
         if len(rows) <= _FIELDS_WITH_NUMBERS:
             for y, row in enumerate(rows):
@@ -219,7 +285,7 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
                         color="white" if dark else "black",
                     )
         label = "a GPU has" if is_small else "full:"
-        figure.colorbar(image, label=f"{unit} per rank ({label} {memory_text(gpu_memory)})")
+        figure.colorbar(image, label=f"{unit} per GPU ({label} {memory_text(gpu_memory)})")
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise SettingError("png", f"{path}: cannot be written: {error.strerror or error}") from None
@@ -236,6 +302,9 @@ def _field(nbytes: float, size: int) -> str:
 def _heat_map_title(plan: MemoryPlan) -> str:
     run = plan.run
     layout = f"TP{run.layout.tp} PP{run.layout.pp} VP{run.layout.vp} CP{run.cp} DP{run.dp}"
+    if run.engine == "accelerate":
+        layout = "FSDP2" if run.own_shards else "DDP"
     if plan.model.dims.experts:
         layout += f" EP{run.layout.ep} ETP{run.layout.expert_tp}"
-    return f"{Path(plan.model.name).name}, {_count(plan.model.parameters)} parameters: {layout}, {run.gpus} GPUs"
+    name = f"{Path(plan.model.name).name}, {_short(plan.model.parameters)} parameters"
+    return f"{name}: {layout}, {counted(run.gpus, 'GPU')}"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import Request
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
-from dlm_bridge.generation.request import Ended, Event, Extended, Failed
+from dlm_bridge.generation.request import MASK, Ended, Event, Extended, Failed
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
@@ -29,13 +29,14 @@ class Call:
     def __init__(
         self,
         request: TextRequest,
+        bodies: type[AnswerBodies],
         loop: asyncio.AbstractEventLoop,
         served: ServedModel,
         scheduler: Scheduler,
         metrics: Metrics,
         began: float,
     ) -> None:
-        self.request, self.jobs = request, list[Job]()
+        self.request, self._bodies, self.jobs = request, bodies, list[Job]()
         self.choices: list[Choice] = []
         self._loop, self._served, self._scheduler, self._metrics = loop, served, scheduler, metrics
         self._began = began
@@ -56,10 +57,10 @@ class Call:
         """Queue the jobs. Raises RequestError if the queue is full."""
         self.jobs = jobs
         # A prompt with several choices counts once; its jobs are adjacent.
-        self.answer = AnswerBodies(
-            self.request.chat, self._served.name, sum(len(job.prompt) for job in jobs[:: self.request.choices])
-        )
-        self.choices = [Choice(self._served.decode, job.stop_strings) for job in jobs]
+        given = sum(len(job.prompt) - job.prompt.count(MASK) for job in jobs[:: self.request.choices])
+        self.answer = self._bodies(self.request, self._served.name, given)
+        infill = self.request.infill
+        self.choices = [Choice(self._served.decode, job.stop_strings, job.prompt if infill else ()) for job in jobs]
         try:
             self._scheduler.submit(jobs)
         except QueueFullError:

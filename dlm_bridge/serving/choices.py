@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
-from dlm_bridge.generation.request import Ended, Extended
+from dlm_bridge.generation.request import MASK, Ended, Extended
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes of an incomplete character
 
@@ -71,11 +72,12 @@ class Choice:
 
     Attributes:
         finish_reason: "stop" or "length"; None while the choice is sampled.
+        prompt: token ids whose masks are filled in; empty otherwise.
         tokens: the final new tokens so far.
     """
 
-    def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
-        self._decode, self._stop_strings = decode, tuple(stop_strings)
+    def __init__(self, decode: Decode, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+        self._decode, self._stop_strings, self.prompt = decode, tuple(stop_strings), prompt
         self._stream = TextStream(decode, stop_strings)
         self._pieces: list[str] = []
         self.tokens: list[int] = []
@@ -85,6 +87,23 @@ class Choice:
     def text(self) -> str:
         """The text so far."""
         return "".join(self._pieces)
+
+    @property
+    def infills(self) -> list[str] | None:
+        """Text in place of each run of masks; None if a sampler changed the number of tokens of several runs, which
+        then cannot be located."""
+        runs, place = [], 0
+        for is_mask, run in groupby(self.prompt, lambda token: token == MASK):
+            length = len(list(run))
+            if is_mask:
+                runs.append((place, place + length))
+            place += length
+        if len(runs) == 1:
+            begin, end = runs[0]
+            runs = [(begin, max(len(self.tokens) - (len(self.prompt) - end), begin))]
+        elif len(self.tokens) != len(self.prompt):
+            return None
+        return [self._decode(self.tokens[begin:end]) for begin, end in runs]
 
     def add(self, event: Extended | Ended) -> str:
         """The text that an event adds. A stop string finishes the choice before its job has ended."""

@@ -7,39 +7,45 @@ import ipaddress
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_bridge import terminal
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, with_parameters
-from dlm_bridge.distributed import world_size
+from dlm_bridge.cli.launch import with_processes
+from dlm_bridge.distributed import is_main, world_size
 from dlm_bridge.errors import MissingExtraError, SettingError, printable
 from dlm_bridge.serving.options import AppOptions, ServeOptions
 from dlm_bridge.settings import LoadingOptions
 
 if TYPE_CHECKING:
+    from dlm_bridge.generation.batch_size import Capacity
     from dlm_bridge.loading import LoadedModel
+    from dlm_bridge.serving.model import ServedModel
+    from dlm_bridge.serving.shared import SharedEngine
 
 API_KEY = "DLM_BRIDGE_API_KEY"
-NOT_OFFERED = ("offload_folder", "tp_plan", "tp")  # loading options of other commands
+NOT_OFFERED = ("offload_folder", "tp_plan")  # loading options of other commands
 
 
 def register_serve(app: typer.Typer) -> None:
     """Add `serve` to the app."""
-    _add(app, "serve", serve, ServeOptions)
+    _add(app, "serve", serve, ServeOptions, NOT_OFFERED)
 
 
 def register_app(app: typer.Typer) -> None:
     """Add `app` to the app."""
-    _add(app, "app", web_app, AppOptions)
+    _add(app, "app", web_app, AppOptions, (*NOT_OFFERED, "tp"))
 
 
-def _add(app: typer.Typer, name: str, command: Any, options: type) -> None:
-    parameters = {"model": (Model, ...), **text_parameters(options, NOT_OFFERED)}
-    app.command(name, cls=ModelCommand)(with_parameters(command, parameters))
+def _add(app: typer.Typer, name: str, command: Any, options: type, without: Sequence[str]) -> None:
+    command = with_parameters(command, {"model": (Model, ...), **text_parameters(options, without)})
+    app.command(name, cls=ModelCommand)(with_processes(command) if "tp" not in without else command)
 
 
 def register_transformers(app: typer.Typer) -> None:
@@ -52,15 +58,14 @@ def register_transformers(app: typer.Typer) -> None:
 def serve(model: str, **given: Any) -> None:
     """Serve a model over HTTP with OpenAI's API: completions and chats, whole and streamed.
 
-    Requests are sampled together. The server listens on this machine alone unless --host names another address. It
-    needs the extra `serve`.
+    Requests are sampled together. The server listens on this machine alone unless --host names another address. With
+    --nproc-per-node N, N processes share the model (tensor parallelism). It needs the extra `serve`.
 
     Example: dlm-bridge serve GSAI-ML/LLaDA-8B-Instruct --port 8000
     """
     require_extra("serve", ("fastapi", "uvicorn", "prometheus_client"))
     options = ServeOptions(**parse_options(given))
     from dlm_bridge.serving.connections import LOOPBACK, bind
-    from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
     from dlm_bridge.serving.server import Server
 
@@ -78,6 +83,11 @@ def serve(model: str, **given: Any) -> None:
         r"\*|[a-z][a-z0-9+.-]*://[^\s*/]+",
         "an origin, such as https://example.com",
     )
+    processes = world_size()
+    options = dataclasses.replace(options, tp=options.tp or (processes if processes > 1 else None))
+    if not is_main():
+        _follow(model, options)
+        return
     sock = bind(host, options.port)  # before the model is loaded, which can take minutes
     if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         hosts += [*LOOPBACK, host]
@@ -87,24 +97,40 @@ def serve(model: str, **given: Any) -> None:
             f"model; set {API_KEY}",
             err=True,
         )
-    loaded = _load(model, options)
     name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
-    served = ServedModel(loaded, name, options.set, options.max_length)
-    served.check()
-    batch_size = options.batch_size
-    if batch_size is None:
-        plan = served.plan()
-        batch_size = plan.rows
+    served, plan, shared = _served(model, name, options)
+    if plan is not None and not terminal.is_quiet():
         typer.echo(plan.summary, err=True)
-    scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=options.queue_size)
+    batch_size = plan.rows if plan is not None else options.batch_size or 1
+    scheduler = Scheduler((shared or served).open_engine, batch_size=batch_size, queue_size=options.queue_size)
     address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/v1"
-    ready = f"{printable(model)} ({loaded.family}): {address} (Ctrl-C ends)"
+    ready = f"{printable(model)} ({served.loaded.family}): {address} (Ctrl-C ends)"
     options = dataclasses.replace(options, api_key=key, allowed_host=hosts)
     server = Server(served, scheduler, options, sock, when_ready=lambda: print(ready, flush=True))
     server.serve_forever()
     if server.busy:  # a forward pass or a prompt that no client waits for
         sys.stdout.flush()
         os._exit(0)
+    if shared is not None:
+        shared.end()
+
+
+def _served(model: str, name: str, options: ServeOptions) -> tuple[ServedModel, Capacity | None, SharedEngine | None]:
+    """The model, the batch size that fits memory if it is not set, and the engine of several processes."""
+    from dlm_bridge.serving.model import ServedModel
+    from dlm_bridge.serving.shared import SharedEngine
+
+    served = ServedModel(_load(model, options), name, options.set, options.max_length)
+    served.check()
+    plan = served.plan() if options.batch_size is None else None
+    return served, plan, SharedEngine(served) if world_size() > 1 else None
+
+
+def _follow(model: str, options: ServeOptions) -> None:
+    """Serve as one of the processes that share the model, but not the first."""
+    _, _, shared = _served(model, model, options)
+    assert shared is not None
+    shared.follow()
 
 
 def _check_names(setting: str, names: list[str], pattern: str, wanted: str) -> None:
@@ -134,6 +160,8 @@ def web_app(model: str, **given: Any) -> None:
     Example: dlm-bridge app GSAI-ML/LLaDA-8B-Instruct
     """
     require_extra("app", ("gradio",))
+    if (processes := world_size()) > 1:
+        raise SettingError("WORLD_SIZE", f"is {processes}, but the page is one process: start one (srun --ntasks=1)")
     options = AppOptions(**given)
     from dlm_bridge.serving.connections import HttpServer, bind
     from dlm_bridge.serving.web_page import PageModel, page_app
@@ -201,8 +229,6 @@ def _load(model: str, options: LoadingOptions) -> LoadedModel:
 
     from dlm_bridge.loading import Placement, load_model
 
-    if (processes := world_size()) > 1:
-        raise SettingError("WORLD_SIZE", f"is {processes}, but a server is one process: start one (srun --ntasks=1)")
     logging.set_verbosity_error()  # transformers' generate warns about settings that were checked here
     logging.disable_progress_bar()
     return load_model(model, Placement.of(options), **options.source)

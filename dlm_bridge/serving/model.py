@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.offline import check_prompts, open_engine
 from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
-from dlm_bridge.generation.request import Engine, Event
+from dlm_bridge.generation.request import MASK, Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
-from dlm_bridge.serving.protocol import RequestError, TextRequest
+from dlm_bridge.serving.protocol import InfillPrompt, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
 
 TOO_LONG = "context_length_exceeded"  # the error's code in OpenAI's API
@@ -65,7 +65,7 @@ class ServedModel:
         return self.limit * max(map(len, self.loaded.tokenizer.get_vocab()))
 
     def open_engine(
-        self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None]
+        self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None] | None = None
     ) -> Engine:
         """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
         return open_engine(
@@ -109,13 +109,21 @@ class ServedModel:
 
     def _jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
         settings = combine_settings(self.loaded.model, self.defaults, request.settings)
+        if request.infill:
+            if not self.loaded.diffusion:
+                raise RequestError(f"{self.name} is autoregressive: only diffusion models fill in masks", 400)
+            settings = {name: value for name, value in settings.items() if name not in LENGTHS} | {"infill": True}
         copies = []
         for number, prompt in enumerate(self._prompts(request)):  # stops at the first prompt that is too long
             name = f"prompt[{number}]" if len(request.prompts) > 1 else request.prompt_field
             own = self._job_settings(prompt, name, settings, request.prompt_field)
             copies += [(prompt, own)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
-        seeds = row_seeds(secrets.randbits(62) if seed is None else seed, [prompt for prompt, _ in copies])
+        rows = [prompt for prompt, _ in copies]
+        if request.infill:  # with the model's own masks, as `generate` seeds rows
+            mask = resolve_settings(self.loaded.model, None, settings, prompt_width=1).limits.mask_token_id or 0
+            rows = [[mask if token == MASK else token for token in prompt] for prompt in rows]
+        seeds = row_seeds(secrets.randbits(62) if seed is None else seed, rows)
         jobs = []
         for index, ((prompt, own), job_seed) in enumerate(zip(copies, seeds, strict=True)):
             group = json.dumps({name: value for name, value in own.items() if name != "gen_length"}, sort_keys=True)
@@ -133,7 +141,17 @@ class ServedModel:
                 template_args=request.template_args,
             )
         for one in request.prompts:
-            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else one
+            if isinstance(one, InfillPrompt):
+                before = encode_text(tokenizer, one.prefix, max_chars=self.max_chars)
+                after = encode_text(tokenizer, one.suffix, max_chars=self.max_chars, begins=False)
+                yield [*before, *[MASK] * one.length, *after]
+            elif isinstance(one, str):
+                ids = encode_text(tokenizer, one, request.infill, self.max_chars)
+                if request.infill and MASK not in ids:
+                    raise RequestError("nothing to fill in: put [MASK] or [MASK:n] into the text", param="prompt")
+                yield ids
+            else:
+                yield one
 
     def _new_tokens(self, settings: Mapping[str, Any], prompt: int) -> Any:
         """Number of new tokens after a prompt of this length: the settings' unchecked value, else the model's default
@@ -152,11 +170,19 @@ class ServedModel:
         RequestError for the request's `field` if the prompt is too long."""
         model, diffusion = self.loaded.model, self.loaded.diffusion
         found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
-        new, limit = self._new_tokens(settings, len(prompt)), self.limit
+        if found is not None and found.limits.infill:  # the prompt has its new tokens, but for those of some samplers
+            if len(prompt) + found.limits.gen_length > self.limit:
+                reason = f"the text has {len(prompt)} tokens with its masks, above the limit of {self.limit}"
+                raise RequestError(reason, param=field, code=TOO_LONG)
+            new = None
+        else:
+            new = self._new_tokens(settings, len(prompt))
+        limit = self.limit
         own = {key: value for key, value in settings.items() if key not in LENGTHS} | {"gen_length": new}
         if isinstance(new, int) and len(prompt) + new > limit:
             raise RequestError(
-                f"{name} has {len(prompt)} tokens; with {new} new tokens (max_tokens) that is {len(prompt) + new}, "
+                f"{name} has {counted(len(prompt), 'token')}; with {counted(new, 'new token')} (max_tokens) that is "
+                f"{len(prompt) + new}, "
                 f"above the limit of {limit}",
                 param=field,
                 code=TOO_LONG,

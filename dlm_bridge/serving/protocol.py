@@ -1,4 +1,5 @@
-"""OpenAI's completions and chat completions: validation of requests, and the bodies of answers and errors."""
+"""OpenAI's completions and chat completions, and infilling: validation of requests, and the bodies of answers and
+errors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ IGNORED = {
     "user",
 }  # fmt: skip
 # Fields of OpenAI's API that no sampler supports: their neutral values, which are accepted, and the remedy for others.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("prediction", "reasoning_effort", "verbosity", "web_search_options"), ((None,), "omit it")),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), ((None, 0), "use repetition_penalty")),
     "audio": ((None,), "answers are text"),
@@ -39,7 +41,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((None, ["text"]), "answers are text"),
     "parallel_tool_calls": ((None, False, True), "tools are not called: omit it"),
     "response_format": ((None, {"type": "text"}), "the format of the text cannot be forced: omit it"),
-    "suffix": ((None, ""), "dlm-bridge generate fills in masks"),
+    "suffix": ((None, ""), "/v1/infill fills in the text between a prefix and a suffix"),
     "tool_choice": ((None, "none", "auto"), "tools are not called: omit it"),
     "tools": ((None, []), 'tools are not called: omit it, or set tool_choice to "none"'),
     "top_logprobs": ((None, 0), "omit it"),
@@ -47,7 +49,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 # Settings of `generate` that only the server sets, or that would change the form of the answer.
 NOT_OF_A_REQUEST = {
     **dict.fromkeys(("device", "execution", "tokenizer"), "is set when the server is started"),
-    **dict.fromkeys(("infill", "span_lengths"), "use dlm-bridge generate, which fills in masks"),
+    "infill": "/v1/infill fills in masks",
+    "span_lengths": "dlm-bridge generate chooses the length of masks",
     "num_return_sequences": "use n",
     "output_history": "/v1/commits streams every commit",
     "return_dict_in_generate": "omit it",
@@ -86,13 +89,24 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
+class InfillPrompt:
+    """Text before and after `length` masks."""
+
+    prefix: str
+    suffix: str
+    length: int
+
+
+@dataclass(frozen=True)
 class TextRequest:
     """A validated request.
 
     Args:
-        chat: answer as a chat completion.
+        chat: format `messages` with the chat template.
         prompts: texts or token ids; empty for a chat.
         messages: the conversation of a chat.
+        infill: fill in the masks of the only prompt, a text or an `InfillPrompt`.
+        field: name of the JSON field that contains the prompts.
         template_args: variables of the chat template (`chat_template_kwargs`).
         settings: sampler settings without the seed.
         choices: number of texts per prompt.
@@ -100,7 +114,7 @@ class TextRequest:
     """
 
     chat: bool
-    prompts: Sequence[str | list[int]] = ()
+    prompts: Sequence[str | list[int] | InfillPrompt] = ()
     messages: Sequence[dict[str, Any]] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -108,11 +122,13 @@ class TextRequest:
     seed: int | None = None
     stream: bool = False
     include_usage: bool = False
+    infill: bool = False
+    field: str = ""
 
     @property
     def prompt_field(self) -> str:
         """Name of the JSON field that contains the prompts."""
-        return "messages" if self.chat else "prompt"
+        return self.field or ("messages" if self.chat else "prompt")
 
     @property
     def texts(self) -> int:
@@ -121,19 +137,19 @@ class TextRequest:
 
 
 T = TypeVar("T")
-_List = Annotated[list[T], Field(fail_fast=True)]  # one error, not one per element of a long list
-_STRICT = ConfigDict(strict=True)
+ListOf = Annotated[list[T], Field(fail_fast=True)]  # one error, not one per element of a long list
+STRICT = ConfigDict(strict=True)
 
 
-class _TextPart(BaseModel):
-    model_config = _STRICT
+class TextPart(BaseModel):
+    model_config = STRICT
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: str | _List[_TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
 
     @model_validator(mode="after")
     def _join_parts(self) -> Self:
@@ -147,12 +163,12 @@ class _Message(BaseModel):
 
 
 class _StreamOptions(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     include_usage: bool | None = None
 
 
-class _Body(BaseModel):
-    """Fields of both kinds of requests. Every other field is a setting of the sampler.
+class Body(BaseModel):
+    """Fields of all kinds of requests. Every other field is a setting of the sampler.
 
     A field's description completes the error message "FIELD must be ...".
     """
@@ -167,7 +183,7 @@ class _Body(BaseModel):
     stop: (
         Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
         | Annotated[
-            _List[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
+            ListOf[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
         ]
         | None
     ) = Field(
@@ -177,9 +193,14 @@ class _Body(BaseModel):
     stream: bool | None = Field(None, description="true or false")
     stream_options: _StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
 
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`."""
+        raise NotImplementedError
 
-class _Completion(_Body):
-    prompt: str | Annotated[_List[int] | _List[str] | _List[_List[int]], Field(min_length=1)] = Field(
+
+class _Completion(Body):
+    prompt: str | Annotated[ListOf[int] | ListOf[str] | ListOf[ListOf[int]], Field(min_length=1)] = Field(
         description="a string, a list of token ids, or a list of either"
     )
 
@@ -190,8 +211,8 @@ class _Completion(_Body):
         return {"prompts": [self.prompt] if single else self.prompt}
 
 
-class _Chat(_Body):
-    messages: _List[_Message] = Field(
+class _Chat(Body):
+    messages: ListOf[_Message] = Field(
         min_length=1, description="a list of objects with a role and a content of text, both strings"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="a JSON object")
@@ -207,6 +228,32 @@ class _Chat(_Body):
         return {"messages": [each.model_dump() for each in self.messages], "template_args": template_args}
 
 
+class _Infill(Body):
+    prompt: str | None = Field(None, description="a text with masks, [MASK] or [MASK:n]")
+    prefix: str | None = Field(None, description="a text")
+    suffix: str | None = Field(None, description="a text")
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`. Raises RequestError for fields that do not say what to fill in."""
+        length = self.max_tokens or self.max_completion_tokens
+        if self.stream:
+            raise RequestError("stream is not supported: the whole text is the answer", param="stream")
+        if self.stop:
+            raise RequestError("stop is not supported: the length of the masks is given", param="stop")
+        if self.prompt is None:
+            for name, value in (("prompt", self.prefix or self.suffix), ("max_tokens", length)):
+                if value is None:
+                    raise RequestError(
+                        "set prompt (a text with [MASK] or [MASK:n]), or prefix, suffix and max_tokens", param=name
+                    )
+            return {"prompts": [InfillPrompt(self.prefix or "", self.suffix or "", length or 1)], "infill": True}
+        for name, value in (("prefix", self.prefix), ("suffix", self.suffix), ("max_tokens", length)):
+            if value is not None:
+                raise RequestError(f"{name} excludes prompt, in which [MASK:n] stands for n tokens", param=name)
+        return {"prompts": [self.prompt], "infill": True}
+
+
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
     """Validate the body of a request.
 
@@ -216,19 +263,38 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
     Raises:
         RequestError: for a body that is not valid JSON, and for a field that is unsupported or malformed.
     """
+    fields = read_fields(raw)
+    if chat is None:
+        chat = "messages" in fields
+    return text_request(_Chat if chat else _Completion, fields, chat=chat)
+
+
+def parse_infill(raw: bytes) -> TextRequest:
+    """Validate the body of a request to fill in masks. Raises RequestError as `parse_request`."""
+    unsupported = {name: found for name, found in UNSUPPORTED.items() if name != "suffix"}
+    return text_request(_Infill, read_fields(raw), chat=False, unsupported=unsupported)
+
+
+def read_fields(raw: bytes) -> dict[str, Any]:
+    """Fields of the JSON object in a body. Raises RequestError for anything else."""
     try:
         fields = from_json(raw.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
-    if chat is None:
-        chat = "messages" in fields
+    return fields
+
+
+def text_request(
+    kind: type[Body], fields: dict[str, Any], *, chat: bool, unsupported: Unsupported = UNSUPPORTED
+) -> TextRequest:
+    """The request with these fields. Raises RequestError for one that is `unsupported` or malformed."""
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if fields.get(choice) == "none":  # the tools are not to be called
             fields.pop(tools, None)
-    _refuse_unsupported(fields)
-    body = _validated(_Chat if chat else _Completion, fields)
+    _refuse(fields, unsupported)
+    body = _validated(kind, fields)
     settings = _settings(body)
     stored_seed = settings.pop("seed", None)  # in a generation_config
     if not (stored_seed is None or type(stored_seed) is int):
@@ -246,8 +312,8 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
     )
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, (neutral, remedy) in UNSUPPORTED.items():
+def _refuse(fields: Mapping[str, Any], unsupported: Unsupported) -> None:
+    for name, (neutral, remedy) in unsupported.items():
         if name in fields and not any(
             fields[name] == one and (type(fields[name]) is type(one) or isinstance(fields[name], float))
             for one in neutral
@@ -255,18 +321,20 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise RequestError(f"{name} is not supported: {remedy}", param=name)
 
 
-def _validated(kind: type[_Completion | _Chat], fields: dict[str, Any]) -> _Completion | _Chat:
+def _validated(kind: type[Body], fields: dict[str, Any]) -> Body:
     """The validated fields. The error names the first malformed field, and the message of a chat by its index."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        name, *where = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
-        param = f"{name}[{where[0]}]" if name == "messages" and where else str(name)
+        places = [each["loc"] for each in error.errors(include_url=False, include_context=False, include_input=False)]
+        name = places[0][0]
+        index = next((part for place in places if place[0] == name for part in place if isinstance(part, int)), None)
+        param = f"{name}[{index}]" if name in ("messages", "input") and index is not None else str(name)
         message = f"{name} must be {kind.model_fields[str(name)].description}"
         raise RequestError(message if param == name else f"{param}: {message}", param=param) from None
 
 
-def _settings(body: _Body) -> dict[str, Any]:
+def _settings(body: Body) -> dict[str, Any]:
     """Sampler settings of a request: its generation_config, its further fields, and OpenAI's fields by our names."""
     extra = body.model_extra or {}
     settings = {**(body.generation_config or {})}
@@ -302,14 +370,19 @@ class AnswerBodies:
 
     Args:
         model: name of the served model.
-        prompt_tokens: total number of prompt tokens.
+        prompt_tokens: total number of prompt tokens, without masks.
     """
 
-    chat: bool
+    request: TextRequest
     model: str
     prompt_tokens: int
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chat(self) -> bool:
+        """True for a chat completion."""
+        return self.request.chat
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Body of an answer that is not streamed."""
@@ -322,9 +395,9 @@ class AnswerBodies:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": found, "usage": self.usage(choices)}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """First chunk of a choice: only chats have one."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None) if self.chat else None
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """First chunks of a choice: only chats have one."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None)] if self.chat else []
 
     def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         """A chunk with a piece of a choice's text."""
@@ -333,10 +406,12 @@ class AnswerBodies:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head("text_completion"), "choices": [choice]}
 
-    def last(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Chunk with the usage."""
+    def last(self, choices: Sequence[Choice]) -> list[Any]:
+        """End of a stream, with the usage if it was asked for."""
+        if not self.request.include_usage:
+            return ["[DONE]"]
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self.usage(choices)}
+        return [{**self._head(kind), "choices": [], "usage": self.usage(choices)}, "[DONE]"]
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         new = sum(len(choice.tokens) for choice in choices)
@@ -353,3 +428,24 @@ class AnswerBodies:
     def _head(self, kind: str) -> dict[str, Any]:
         name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}"
         return {"id": name, "object": kind, "created": self.created, "model": self.model}
+
+
+class InfillBodies(AnswerBodies):
+    """Bodies of an answer of /v1/infill."""
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Body with the whole text of each choice, and the text in place of each run of masks."""
+        found = []
+        for index, choice in enumerate(choices):
+            found.append({"index": index, "text": choice.text, "infills": choice.infills, "finish_reason": "stop"})
+        head = {"id": f"infill-{self.id}", "object": "infill", "created": self.created, "model": self.model}
+        return {**head, "choices": found, "usage": self.usage(choices)}
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Token counts: the texts' tokens include those of the prompt."""
+        new = sum(len(choice.tokens) - self.prompt_tokens for choice in choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+        }

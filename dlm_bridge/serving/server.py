@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,16 +33,26 @@ from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.options import ServeOptions
-from dlm_bridge.serving.protocol import RequestError, parse_request
+from dlm_bridge.serving.pages import POLICY, docs, home
+from dlm_bridge.serving.protocol import (
+    AnswerBodies,
+    InfillBodies,
+    RequestError,
+    TextRequest,
+    parse_infill,
+    parse_request,
+)
+from dlm_bridge.serving.responses import ResponseBodies, parse_response
 from dlm_bridge.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = ("/health", "/metrics")  # need no API key
+OPEN_PATHS = ("/", "/docs", "/health", "/metrics")  # need no API key
 SAMPLER_S = 3.0  # shutdown: maximum wait for the running forward pass
 LINGER_S = 0.3  # shutdown: time in which arriving requests still get an error as their answer
 BODY_S = 60.0  # maximum time to receive a request's body
 READER = "read-requests"  # name of the thread
-COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+INFILL, COMMITS = "/v1/infill", "/v1/commits"
 
 
 class Server(HttpServer):
@@ -86,10 +96,14 @@ def build_app(routes: _Routes, options: ServeOptions) -> FastAPI:
     app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in ((COMPLETIONS, False), (CHAT, True)):
         app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
+    app.add_api_route(RESPONSES, routes.answering(routes.respond), methods=["POST"])
+    app.add_api_route(INFILL, routes.answering(routes.infill), methods=["POST"])
     app.add_api_route(COMMITS, routes.answering(routes.commits), methods=["POST"])
     read = ["GET", "HEAD"]
     app.add_api_route("/v1/models", routes.answering(routes.models), methods=read)
     app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=read)
+    app.add_api_route("/", routes.answering(routes.home), methods=read)
+    app.add_api_route("/docs", routes.answering(routes.docs), methods=read)
     app.add_api_route("/load_model", routes.answering(routes.load_model), methods=["POST"])
     app.add_api_route("/health", routes.answering(routes.health), methods=read)
     app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
@@ -150,7 +164,7 @@ class _Routes:
         status = error.status_code if isinstance(error, HTTPException) else 500
         self._metrics.request("other", status)
         what = f"{request.method} {request.url.path}"
-        return _error_response(RequestError(f"{what}: no such endpoint; try /v1/models", status, code="not_found"))
+        return _error_response(RequestError(f"{what}: no such endpoint; /docs lists them", status, code="not_found"))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(self._served.name)]})
@@ -160,6 +174,13 @@ class _Routes:
         if name != self._served.name:
             raise RequestError(f"no model {name!r} here: there is {self._served.name}", 404, code="model_not_found")
         return JSONResponse(self._model(name))
+
+    async def home(self, request: Request) -> Response:
+        origin = f"{request.url.scheme}://{request.url.netloc}"
+        return _html(home(self._served, origin, self._options.api_key is not None))
+
+    async def docs(self, request: Request) -> Response:
+        return _html(docs(self._served, self._options.api_key is not None))
 
     async def load_model(self, request: Request) -> Response:
         """Answer the first request of `transformers chat`."""
@@ -175,7 +196,20 @@ class _Routes:
 
     async def complete(self, request: Request, *, chat: bool) -> Response:
         """A completion or a chat completion, whole or as a stream."""
-        call = await self._start(request, chat)
+        return await self._answer(request, lambda raw: parse_request(raw, chat), AnswerBodies)
+
+    async def respond(self, request: Request) -> Response:
+        """A response of OpenAI's Responses API, whole or as a stream."""
+        return await self._answer(request, parse_response, ResponseBodies)
+
+    async def infill(self, request: Request) -> Response:
+        """A text whose masks are filled in."""
+        return await self._answer(request, parse_infill, InfillBodies)
+
+    async def _answer(
+        self, request: Request, parse: Callable[[bytes], TextRequest], bodies: type[AnswerBodies]
+    ) -> Response:
+        call = await self._start(request, parse, bodies)
         if call.request.stream:
             return _EventStream(call, self._text_chunks(call))
         await call.whole(request)
@@ -183,24 +217,30 @@ class _Routes:
 
     async def commits(self, request: Request) -> Response:
         """A stream of every commit, in the order of the denoising."""
-        call = await self._start(request, None, live=True)
+        call = await self._start(request, lambda raw: parse_request(raw, None), AnswerBodies, live=True)
         return _EventStream(call, self._commit_events(call))
 
-    async def _start(self, request: Request, chat: bool | None, live: bool = False) -> Call:
+    async def _start(
+        self,
+        request: Request,
+        parse: Callable[[bytes], TextRequest],
+        bodies: type[AnswerBodies],
+        live: bool = False,
+    ) -> Call:
         """Read a request and queue its jobs. Its timeout and its slots in the queue count from its arrival."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with self._arrival(began):
             raw = await self._body(request)
             with self._slots(1):
-                asked = await loop.run_in_executor(self.reader, parse_request, raw, chat)
+                asked = await loop.run_in_executor(self.reader, parse, raw)
             if asked.texts > self._scheduler.queue_size:
                 raise RequestError(
                     f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
                     param="n",
                 )
             with self._slots(asked.texts):
-                call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
+                call = Call(asked, bodies, loop, self._served, self._scheduler, self._metrics, began)
                 jobs = await loop.run_in_executor(self.reader, self._served.jobs, asked, call.listener)
             for job in jobs:
                 job.stream = live or asked.stream or bool(job.stop_strings)
@@ -276,15 +316,14 @@ class _Routes:
 
     async def _text_chunks(self, call: Call) -> AsyncIterator[Any]:
         for index in range(len(call.choices)):
-            if (opening := call.answer.opening(index)) is not None:
-                yield opening
+            for chunk in call.answer.opening(index):
+                yield chunk
         async for index, event in call.events():
             piece, reason = call.add(index, event)
             if piece or reason:
                 yield call.answer.piece(index, piece, reason)
-        if call.request.include_usage:
-            yield call.answer.last(call.choices)
-        yield "[DONE]"
+        for chunk in call.answer.last(call.choices):
+            yield chunk
 
     async def _commit_events(self, call: Call) -> AsyncIterator[Any]:
         strings = TokenStrings(self._served.loaded.tokenizer)
@@ -340,9 +379,19 @@ async def _encoded(events: AsyncIterator[Any]) -> AsyncIterator[str]:
     try:
         async for event in events:
             text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-            yield f"data: {text}\n\n"
+            named = f"event: {event['type']}\n" if "sequence_number" in event else ""  # of the Responses API
+            yield f"{named}data: {text}\n\n"
     except RequestError as error:
         yield f"data: {json.dumps(error.body)}\n\n"
+
+
+def _html(page: str) -> Response:
+    headers = {
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+    return HTMLResponse(page, headers=headers)
 
 
 def _error_response(error: RequestError) -> Response:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import html
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,14 @@ from dlm_bridge.display.trace import (
     BAR,
     MASKED,
     STEPS,
-    DenoisingTrace,
+    LiveTrace,
+    StoppedError,
     TokenStrings,
     TraceFrame,
     confidence_colour,
 )
-from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
+from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError, counted
+from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, ending_tokens, write_texts
 from dlm_bridge.generation.options import GENERAL as DECLARED
 from dlm_bridge.generation.options import requirement
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
@@ -39,15 +39,27 @@ from dlm_bridge.settings import Option
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
 FRAME_SECONDS = 0.1  # time between two frames of a call
 LABELS = {CONTINUE: "Prompt", CHAT: "Message", FILL: "Text with [MASK], a token to fill, or [MASK:n], n of them"}
+EXAMPLES = {
+    CONTINUE: ("Tom was a", "Once upon a time, a river", "def reverse(text):"),
+    CHAT: ("What is a river?", "Write a poem about rain in four lines.", "Write a Python function that adds numbers."),
+    FILL: ("Tom was a[MASK:4] near the river.", "The capital of France is [MASK].", "def add(a, b): return[MASK:3]"),
+}
+PRESETS = {"fast": "commits more tokens per forward pass", "careful": "fewer"}
+COMMON = ("preset", "gen_length", "steps", "temperature", "seed")  # settings that are always shown
 READS = ("GET", "HEAD")
 POSTED = tuple(
     f"/gradio_api/{name}" for name in ("queue/join", "call/", "cancel", "reset")
 )  # endpoints that the page uses
 CSS = """
-.denoising { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace;
-  min-height: 8rem; max-height: 34rem; overflow-y: auto; }
+.gradio-container { --block-info-text-color: color-mix(in srgb, var(--body-text-color) 70%, transparent); }
+.denoising, .turn { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace; }
+.denoising { min-height: 8rem; max-height: 34rem; overflow-y: auto; }
+.turn { padding: 0.3rem 0.8rem; margin-bottom: 0.5rem; border-radius: 6px; }
+.turn.user { background: color-mix(in srgb, currentColor 9%, transparent); margin-left: 15%; }
+.turn + .denoising { min-height: 3.4rem; padding: 0.3rem 0.8rem; }
 .denoising .given, .denoising-status { opacity: 0.65; }
 .denoising .masked { opacity: 0.3; }
+.denoising .after { opacity: 0.4; }
 .denoising .fresh { background: color-mix(in srgb, currentColor 22%, transparent); border-radius: 3px; }
 .refusal { border-left: 4px solid #c62828; padding: 0.5rem 0.8rem; }
 """
@@ -63,13 +75,20 @@ class Control:
 
     Args:
         default: shown on the page; not passed to the sampler.
-        hint: description of the values.
+        hint: added to the option's help.
     """
 
     name: str
     option: Option
     default: Any = None
     hint: str = ""
+
+    @property
+    def info(self) -> str:
+        """What the setting does, and its valid values."""
+        if self.hint or self.option.choices or "bool" in str(self.option.type):
+            return f"{self.option.help} {self.hint}".strip()
+        return f"{self.option.help} Values: {requirement(self.option)}.".strip()
 
     def value(self, shown: Any) -> Any:
         """The setting's value, None for its default. The sampler validates it."""
@@ -83,32 +102,13 @@ class Control:
             return shown
 
 
-SEED = Control("seed", DECLARED["seed"], hint="equal seeds give equal texts")
+SEED = Control("seed", DECLARED["seed"], hint="Equal seeds give equal texts.")
 # Controls of every diffusion sampler, in addition to its own parameters.
 GENERAL = (
     Control("cache", DECLARED["cache"]),
     SEED,
-    Control("span_lengths", DECLARED["span_lengths"], hint="lengths to try when filling in, such as [4, 8]"),
+    Control("span_lengths", DECLARED["span_lengths"], hint="Such as [4, 8]."),
 )
-
-
-class LiveTrace(DenoisingTrace):
-    """Denoising trace that another thread reads while it grows, and can stop."""
-
-    def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
-        super().__init__(strings, prompt)
-        self.changed, self.stopped = threading.Event(), threading.Event()
-
-    def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
-        """Record a forward pass. Raises StoppedError once `stopped` is set."""
-        if self.stopped.is_set():
-            raise StoppedError
-        super().add(forwards, tokens, confidence)
-        self.changed.set()
-
-
-class StoppedError(Exception):
-    """The call was stopped."""
 
 
 class PageModel:
@@ -138,7 +138,7 @@ class PageModel:
             return {"": [*own, SEED]}
         stored = getattr(getattr(self.model, "generation_config", None), "algorithm", None)
         names = sorted(fitting_samplers(self.model.family), key=lambda name: name != stored)
-        return {name: [*self._parameters(name), *GENERAL] for name in names}
+        return {name: [preset_control(name), *self._parameters(name), *GENERAL] for name in names}
 
     def sample(
         self,
@@ -150,6 +150,8 @@ class PageModel:
     ) -> Iterator[str]:
         """Sample a text. Yields HTML of the newest state; the last one has the call's summary, or an error.
 
+        A chat shows its messages, and of the newest answer the denoising; other modes show the prompt and the text.
+
         Args:
             shown: values of the sampler's controls, by name.
             turns: messages of the chat so far. The new message and a complete answer are appended.
@@ -157,23 +159,28 @@ class PageModel:
         turns = [] if turns is None else turns
         trace: LiveTrace | None = None
         call: Future[GeneratedTexts] | None = None
+        written, before = WrittenPrompt(text=prompt), ""
+        if mode == CHAT:
+            before = turns_html(turns)
+            written = WrittenPrompt(messages=(*turns, *as_message(prompt, None).messages))
         try:
+            if not prompt.strip():
+                raise InputFileError("prompt", "is empty: write a text or choose an example")
             settings = self._settings(mode, algorithm, shown)
-            written = WrittenPrompt(text=prompt)
+            trace, call, begin = self._start(mode, written, settings)
             if mode == CHAT:
-                written = WrittenPrompt(messages=(*turns, *as_message(prompt, None).messages))
-            trace, call = self._start(mode, written, settings)
+                before = turns_html(written.messages)
             while not call.done():
                 if trace.changed.wait(FRAME_SECONDS):
                     trace.changed.clear()
-                    yield frame_html(trace.last)
+                    yield before + frame_html(trace.last.after(begin))
                     trace.stopped.wait(FRAME_SECONDS)
             result = call.result()
             if mode == CHAT:
                 turns[:] = [*written.messages, {"role": "assistant", "content": result.texts[0]}]
-            yield frame_html(trace.last, result.summary)
+            yield before + frame_html(trace.last.after(begin), result.summary)
         except DlmBridgeError as error:
-            yield refusal_html(str(error))
+            yield before + refusal_html(str(error))
         except StoppedError:
             return
         finally:
@@ -193,15 +200,16 @@ class PageModel:
 
     def _start(
         self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any]
-    ) -> tuple[LiveTrace, Future[GeneratedTexts]]:
+    ) -> tuple[LiveTrace, Future[GeneratedTexts], int]:
+        """Start a call. Returns its trace, its result, and the first position to show."""
         ids = written.encode(self.tokenizer, self.name, infill=mode == FILL)
         check_prompts(self.model, [("the prompt", ids)], settings, f"[MASK] and '{FILL}'")
-        trace = LiveTrace(TokenStrings(self.tokenizer), ids)
+        trace = LiveTrace(TokenStrings(self.tokenizer), ids, ending_tokens(self.model, settings))
         write = partial(write_texts, self.model, self.tokenizer, [ids], settings)
         self._traces.add(trace)
         call = self._executor.submit(write, streamer=trace if self.diffusion else trace.token_streamer())
         call.add_done_callback(lambda _: self._traces.discard(trace))
-        return trace, call
+        return trace, call, len(ids) if mode == CHAT else 0
 
     def _settings(self, mode: str, algorithm: str, shown: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `write_texts`: the settings that differ from their defaults."""
@@ -224,12 +232,30 @@ class PageModel:
         return [Control(name, each, defaults[name]) for name, each in SAMPLERS[algorithm].options().items()]
 
 
+def preset_control(algorithm: str) -> Control:
+    """Choice of the presets that a sampler has."""
+    presets, words = SAMPLERS[algorithm].presets, []
+    for preset, values in presets.items():
+        shown = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        words.append(f"{preset}{shown and f' ({shown})'} {PRESETS[preset]}")
+    about = f"{'; '.join(words).capitalize()}." if words else "This sampler has only its published values."
+    return Control("preset", replace(DECLARED["preset"], choices=tuple(presets), help=about), "published")
+
+
+def turns_html(turns: Sequence[Mapping[str, str]]) -> str:
+    """HTML of the messages of a chat."""
+    return "".join(f'<div class="turn {turn["role"]}">{html.escape(turn["content"])}</div>' for turn in turns)
+
+
 def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
-    """HTML of the tokens, coloured by the model's probability, the newest ones marked; then the progress, or `summary`
-    instead, and the legend."""
+    """HTML of the tokens, coloured by the model's probability, the newest ones marked, and grey after the end of the
+    text; then the progress, or `summary` instead, and the legend."""
     parts = []
-    for string, step, confidence in zip(frame.strings, frame.committed_at, frame.confidence, strict=True):
-        if string is None:
+    tokens = zip(frame.strings, frame.committed_at, frame.confidence, strict=True)
+    for place, (string, step, confidence) in enumerate(tokens):
+        if place >= frame.end and string is not None:
+            parts.append(f'<span class="after">{html.escape(string)}</span>')
+        elif string is None:
             parts.append(f'<span class="masked">{MASKED}</span>')
         elif not step:
             parts.append(f'<span class="given">{html.escape(string)}</span>')
@@ -238,11 +264,13 @@ def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
             colour = "" if confidence is None else f' style="color:{confidence_colour(confidence)}"'
             title = "" if confidence is None else f' title="{confidence:.3f}"'
             parts.append(f"<span{mark}{colour}{title}>{html.escape(string)}</span>")
-    caption = summary or f"forward {frame.forwards}, {frame.committed} tokens committed"
+    caption = summary or f"forward {frame.forwards}, {counted(frame.committed, 'token')} committed"
     legend = ""
     if any(confidence is not None for confidence in frame.confidence):
         bars = "".join(f'<span style="color:{confidence_colour(step / STEPS)}">{BAR}</span>' for step in range(STEPS))
         legend = f' &nbsp; <span style="white-space:nowrap">probability when committed: 0 {bars} 1</span>'
+    if frame.end < len(frame.strings):
+        legend += " &nbsp; grey: after the end of the text"
     status = f'<div class="denoising-status">{html.escape(caption)}{legend}</div>'
     return f'<div class="denoising">{"".join(parts)}</div>{status}'
 
@@ -262,13 +290,17 @@ def build_page(page_model: PageModel) -> Any:
         with gr.Row():
             with gr.Column(scale=3):
                 mode = gr.Radio(modes, value=modes[0], show_label=False, visible=len(modes) > 1)
-                prompt = gr.Textbox(label=LABELS[modes[0]], lines=3, elem_id="prompt")
-                with gr.Row():
-                    start = gr.Button("Generate", variant="primary")
-                    stop = gr.Button("Stop")
-                    new_chat = gr.Button("New chat", visible=modes[0] == CHAT)
-                turns = gr.State([])
                 shown = gr.HTML(elem_id="shown")
+                prompt = gr.Textbox(
+                    label=LABELS[modes[0]], lines=3, elem_id="prompt", placeholder="Shift+Enter generates."
+                )
+                with gr.Row():
+                    examples = [gr.Button(text, size="sm", min_width=160) for text in EXAMPLES[modes[0]]]
+                with gr.Row():
+                    start = gr.Button("Generate", variant="primary", min_width=140)
+                    stop = gr.Button("Stop", min_width=140)
+                    new_chat = gr.Button("New chat", visible=modes[0] == CHAT, min_width=140)
+                turns = gr.State([])
             with gr.Column(scale=2):
                 algorithm = gr.Dropdown(
                     list(controls), value=next(iter(controls)), label="Sampler", visible=page_model.diffusion
@@ -301,12 +333,14 @@ def build_page(page_model: PageModel) -> Any:
         stop.click(None, cancels=runs, api_name=False)
         new_chat.click(lambda: ([], ""), None, [turns, shown], cancels=runs, show_progress="hidden", api_name=False)
         mode.change(
-            lambda mode: (gr.update(label=LABELS[mode]), gr.update(visible=mode == CHAT)),
+            lambda mode: (gr.update(label=LABELS[mode]), gr.update(visible=mode == CHAT), *EXAMPLES[mode]),
             mode,
-            [prompt, new_chat],
+            [prompt, new_chat, *examples],
             show_progress="hidden",
             api_name=False,
         )
+        for example in examples:
+            example.click(lambda text: text, example, prompt, show_progress="hidden", api_name=False)
         algorithm.change(
             lambda chosen: [gr.update(visible=name == chosen) for name in widgets],
             algorithm,
@@ -341,28 +375,32 @@ def page_app(page_model: PageModel) -> Any:
 
 
 def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
-    """Dropdowns, text fields and, below those, checkboxes, by name. Numbers have text fields as well: empty means the
-    default, which Gradio's number fields cannot express."""
+    """Widgets by name, with what each setting does; those that are not in `COMMON` are folded away."""
     import gradio as gr
 
-    widgets: dict[str, Any] = {}
+    common = sorted((one for one in controls if one.name in COMMON), key=lambda one: COMMON.index(one.name))
     with gr.Row():
-        for control in controls:
-            default = "" if control.default is None else f"{control.default}"
-            about: dict[str, Any] = {"label": control.name, "elem_id": f"setting-{control.name}", "min_width": 190}
-            if control.option.choices:
-                choices = [
-                    (f"default: {default}" if default else "default", ""),
-                    *((one, one) for one in control.option.choices),
-                ]
-                widgets[control.name] = gr.Dropdown(choices, value="", **about)
-            elif "bool" not in str(control.option.type):
-                info = control.hint or requirement(control.option)
-                widgets[control.name] = gr.Textbox(placeholder=default or "none", info=info, **about)
-    for control in controls:
-        if control.name not in widgets:
-            widgets[control.name] = gr.Checkbox(value=bool(control.default), label=control.name)
-    return widgets
+        widgets = {control.name: _widget(control) for control in common}
+    with gr.Accordion("More settings", open=False), gr.Row():
+        others = {control.name: _widget(control) for control in controls if control.name not in COMMON}
+    return {**widgets, **others}
+
+
+def _widget(control: Control) -> Any:
+    """Dropdown, checkbox or text field. Numbers have text fields as well: empty means the default, which Gradio's
+    number fields cannot express."""
+    import gradio as gr
+
+    default = "" if control.default is None else f"{control.default}"
+    about: dict[str, Any] = {
+        "label": control.name, "info": control.info, "elem_id": f"setting-{control.name}", "min_width": 190
+    }  # fmt: skip
+    if control.option.choices or control.name == "preset":
+        first = f"default: {default}" if default else "default"
+        return gr.Dropdown([(first, ""), *((one, one) for one in control.option.choices)], value="", **about)
+    if "bool" in str(control.option.type):
+        return gr.Checkbox(value=bool(control.default), **about)
+    return gr.Textbox(placeholder=default or "none", **about)
 
 
 class _PagePolicy:

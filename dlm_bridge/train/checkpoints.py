@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.card import write_run_card
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,
@@ -120,10 +121,11 @@ def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
 def write_state(
     folder: Path, step: int, tokenizer: Any, state: dict[str, Any], written: Sequence[RankFiles] = ()
 ) -> None:
-    """Write the other files of a checkpoint: tokenizer, `state` (which `load_state` returns) and, last, digests.
-    `written` as in `gather_digests`."""
+    """Write the other files of a checkpoint: tokenizer, model card, `state` (which `load_state` returns) and, last,
+    digests. `written` as in `gather_digests`."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+    write_run_card(folder, step)
     with (folder / STATE).open("wb") as stream:  # torch's own file object hides the cause of a failed write
         torch.save({"step": step, **state}, stream)
     gather_digests(folder, written)

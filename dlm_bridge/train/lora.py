@@ -13,11 +13,10 @@ import torch
 import xxhash
 from torch import nn
 
-from dlm_bridge.convert.card import CARD, base_family, folder_card
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
-from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import opening
 from dlm_bridge.generation.gemma import is_gemma
@@ -100,8 +99,8 @@ class Adapter:
         where = "" if self.mask_only is None else ", only at mask tokens"
         return (
             f"{'DoRA' if settings.use_dora else 'LoRA'} of rank {settings.r}, alpha {settings.lora_alpha:g}, in "
-            f"{sum('.lora_A.' in name for name in weights)} linear layers "
-            f"({', '.join(kinds)}){where}: {numbers:,} parameters are trained"
+            f"{counted(sum('.lora_A.' in name for name in weights), 'linear layer')} "
+            f"({', '.join(kinds)}){where}: {counted(numbers, 'parameter is', 'parameters are')} trained"
         )
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -109,10 +108,6 @@ class Adapter:
         replaces the parameters if these are sharded."""
         tensors = self._with_copies() if state_dict is None else state_dict
         self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
-        adapter = read_config(folder / ADAPTER_CONFIG)
-        (folder / CARD).write_text(
-            folder_card(base_family(adapter), None, adapter), "utf-8"
-        )  # PEFT's card is a template to fill in
         if self.mask_only is not None:
             record_mask_only(folder, self.mask_only)
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")

@@ -1,18 +1,22 @@
-"""Monitoring of a run: metrics, sampled texts, TensorBoard, Weights & Biases, and traces by torch's profiler."""
+"""Monitoring of a run: metrics, sampled texts, trackers of experiments, and traces by torch's profiler."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError, InputFileError, MissingExtraError, SettingError
+from dlm_bridge.distributed import is_main
+from dlm_bridge.errors import DlmBridgeError, InputFileError, MissingExtraError, SettingError, one_line, printable
 from dlm_bridge.files.atomic import append_line, disk_errors, replaced_file
 from dlm_bridge.generation.autoregressive import random_state_preserved
 from dlm_bridge.generation.offline import write_texts
@@ -28,6 +32,8 @@ from dlm_bridge.train.metrics import (
     write_rows,
 )
 
+logger = logging.getLogger(__name__)
+PROJECT = "dlm-bridge"  # of the trackers
 SAMPLES_FILE = "samples.jsonl"
 FOLDER = "profile"
 MEMORY_EVENTS = 1_000_000  # number of allocations in a memory snapshot
@@ -154,48 +160,89 @@ def read_prompts(given: Sequence[str]) -> list[str]:
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raise MissingExtraError if the package of a tracker is missing."""
+    """Raise MissingExtraError if the package of a tracker is missing, SettingError if it is broken or has no key."""
     for name in config.logging.tracker_names:
         if importlib.util.find_spec(name) is None:
             raise MissingExtraError("trackers", f"{name} is not installed: pip install {name}")
+        if is_main():
+            with _tracker_errors(name):
+                package = importlib.import_module(name)
+                if name == "wandb":
+                    package.login()  # asks for a key in a terminal
 
 
 class Trackers:
-    """Trackers of one run, on its main process: a tensorboard folder, and a wandb run with the output folder's
-    name."""
+    """Trackers of one run, through Accelerate, on the run's main process."""
 
     def __init__(self, config: TrainConfig, output: Path) -> None:
         from accelerate import PartialState
-        from accelerate.tracking import TensorBoardTracker, WandBTracker
 
         self.output = output
         PartialState()  # needed by Accelerate's trackers; a Megatron run has no Accelerator
-        self.trackers: list[Any] = []
+        self.trackers: dict[str, Any] = {}
         for name in config.logging.tracker_names:
-            if name == "tensorboard":
-                tracker: Any = TensorBoardTracker("tensorboard", str(output))
-            else:
-                tracker = WandBTracker(output.name, dir=str(output))
-            tracker.start()
-            if name == "wandb":  # TensorBoard would create a folder per call, beside config.yaml
-                tracker.store_init_configuration(config.as_flags())
-            self.trackers.append(tracker)
+            with _tracker_errors(name):
+                self.trackers[name] = _started_tracker(name, config, output)
 
     def log(self, row: StepMetrics) -> None:
-        """Log the metrics of a step that are not None, those of layers as KEY/LAYER. Raises ResourceError if the disk
-        is full."""
+        """Log the metrics of a step that are not None, those of layers as KEY/LAYER. A tracker that fails is dropped
+        with a warning. Raises ResourceError if the disk is full."""
         values = {key: value for key, value in dataclasses.asdict(row).items() if key != "step"}
         for layer, norm in (values.pop("layer_grad_norms") or {}).items():
             values[f"layer_grad_norms/{layer}"] = norm
         values = {key: value for key, value in values.items() if value is not None}
-        with disk_errors(self.output, MAKE_ROOM):
-            for tracker in self.trackers:
-                tracker.log(values, step=row.step)
+        self._each(lambda tracker: tracker.log(values, step=row.step))
 
     def close(self) -> None:
-        with disk_errors(self.output, MAKE_ROOM):
-            for tracker in self.trackers:
-                tracker.finish()
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, call: Callable[[Any], None]) -> None:
+        for name, tracker in list(self.trackers.items()):
+            try:
+                with disk_errors(self.output, MAKE_ROOM):
+                    call(tracker)
+            except DlmBridgeError:
+                raise
+            except Exception as error:  # a server that is down must not end the run
+                logger.warning("%s", printable(f"{name} stopped: {one_line(error)[:300]}"))
+                del self.trackers[name]
+
+
+def _started_tracker(name: str, config: TrainConfig, output: Path) -> Any:
+    """Accelerate's tracker. Options of the configuration precede the tracker's environment variables."""
+    from accelerate import tracking
+
+    def chosen(option: str | None, variable: str, default: str) -> str:
+        return option or os.environ.get(variable) or default
+
+    project, run = config.logging.tracker_project, config.logging.run_name
+    if name == "tensorboard":
+        tracker = tracking.TensorBoardTracker("tensorboard", str(output))
+    elif name == "wandb":
+        tracker = tracking.WandBTracker(
+            chosen(project, "WANDB_PROJECT", PROJECT),
+            name=chosen(run, "WANDB_NAME", output.name),
+            dir=chosen(None, "WANDB_DIR", str(output)),
+            config=config.as_flags(),
+        )
+    elif name == "trackio":
+        tracker = tracking.TrackioTracker(project or PROJECT, name=run or output.name, config=config.as_flags())
+    else:
+        tracker = tracking.MLflowTracker(run_name=chosen(run, "MLFLOW_RUN_NAME", output.name))
+        tracker.experiment_name = chosen(project, "MLFLOW_EXPERIMENT_NAME", PROJECT)
+    tracker.start()
+    if name == "mlflow":  # TensorBoard would create a folder per call, beside config.yaml
+        tracker.store_init_configuration(config.as_flags())
+    return tracker
+
+
+@contextlib.contextmanager
+def _tracker_errors(name: str) -> Iterator[None]:
+    """Context manager that raises what a tracker raises as SettingError."""
+    try:
+        yield
+    except Exception as error:
+        raise SettingError("trackers", f"{name}: {one_line(error)[:300]}") from error
 
 
 class StepProfiler:

@@ -53,6 +53,7 @@ from dlm_bridge.objectives.registry import (
     own_objective,
 )
 from dlm_bridge.settings import options_of
+from dlm_bridge.terminal import loading
 from dlm_bridge.train import hang
 from dlm_bridge.train.checkpoints import (
     STATE,
@@ -65,6 +66,7 @@ from dlm_bridge.train.config import TrainConfig, refuse
 from dlm_bridge.train.config.files import Config, read_run_config
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.output import HANG, RunEnd, opened_output, write_status
+from dlm_bridge.train.publish import check_push, publish
 from dlm_bridge.train.ranks import watched
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
@@ -184,7 +186,8 @@ def training_errors(
 ) -> Callable[Concatenate[Config, bool, Rest], RunEnd]:
     """Decorator of functions that train a configuration, resumed or not. The processes of the job meet, and share the
     output folder. They watch each other (`ranks.Watchdog`): a lost one is a WorkerError, and an error of one rank ends
-    all."""
+    all. The last checkpoint of a finished run is uploaded
+    to `push_to_hub`."""
 
     @functools.wraps(train)
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
@@ -196,7 +199,10 @@ def training_errors(
         job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
         with watched(timeout_min, output / HANG), opened_output(output, resume), _named_losses():
             hang.enable_flight_recorder(output / HANG)
-            return train(config, resume, *arguments, **options)
+            check_push(config)
+            end = train(config, resume, *arguments, **options)
+        publish(config, end)  # the other processes need not wait
+        return end
 
     return run
 
@@ -265,7 +271,8 @@ def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> 
     """Load the model of `model_source`. Under FSDP no process loads all weights, if the checkpoint's format allows
     that."""
     source = model_source(config, checkpoint)
-    return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
+    with loading(config.model.model):
+        return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
 
 
 def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:
@@ -298,7 +305,7 @@ def write_config(config: TrainConfig, output: Path) -> None:
         file.write(config.to_yaml())
 
 
-def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
+def with_objective(config: Config, model: Any) -> Config:
     """Resolve the objective, and with `sft` the family's fine-tuning defaults.
 
     Raises:
@@ -325,7 +332,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     return config
 
 
-def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
+def with_family_defaults(config: Config, family: FamilySpec) -> Config:
     """Fill in the family's fine-tuning defaults. The objective is resolved already. Raises SettingError for padding
     that the objective or packing excludes."""
     kind = find_objective(str(config.objective.objective)).kind
@@ -394,7 +401,7 @@ def with_seq_length(config: Config, model: Any, mask_token: int | None, found: D
     return config.replace(seq_length=min(rounded, limit))
 
 
-def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
+def resolve_objective(config: Config, model: Any, step: int = 0) -> tuple[Config, Objective]:
     """Resolve the configuration by `with_objective`, and construct the objective for the step after `step`. Sets the
     block size of `block_schedule` in the model's config, which may have none. Raises SettingError."""
     config = with_objective(config, model)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import DlmBridgeError, counted, printable
 from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.registration import load
 from dlm_bridge.train.config import TrainConfig
@@ -59,8 +59,9 @@ def _model(config: TrainConfig, model: Any) -> str:
 
 def _length(config: TrainConfig, step: int) -> str:
     steps, rows = config.schedule.last_step, config.data.global_batch_size
-    begun = f"{steps:,} steps" if step == 0 else f"resuming at step {step} of {steps:,}"
-    return f"{begun}, {rows} rows ({rows * config.data.seq_length:,} tokens) each, peak lr {config.optimizer.lr:g}"
+    begun = counted(steps, "step") if step == 0 else f"resuming at step {step} of {steps:,}"
+    tokens = counted(rows * config.data.seq_length, "token")
+    return f"{begun}, {counted(rows, 'row')} ({tokens}) each, peak lr {config.optimizer.lr:g}"
 
 
 def _memory(config: TrainConfig, device: torch.device, processes: int) -> str:
@@ -77,7 +78,9 @@ def _memory(config: TrainConfig, device: torch.device, processes: int) -> str:
 
 def _output(config: TrainConfig) -> str:
     options, interval = config.checkpoint, config.logging.eval_interval
-    parts = [f"checkpoints every {options.save_interval:,} steps" if options.save_interval else "one checkpoint"]
+    parts = [
+        f"checkpoints every {counted(options.save_interval, 'step')}" if options.save_interval else "one checkpoint"
+    ]
     parts += [f"validation every {interval:,}"] if interval else []
     if (patience := config.schedule.early_stopping_patience) is not None:
         parts.append(f"early stopping with patience {patience}")

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.data.blocks import Samples
+from dlm_bridge.data.blocks import LabelledTokens, Samples
 from dlm_bridge.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.distributed import from_all, raised_everywhere
-from dlm_bridge.errors import InputFileError, NonFiniteError, SettingError, printable
+from dlm_bridge.errors import InputFileError, NonFiniteError, SettingError, counted, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
@@ -345,19 +345,22 @@ class Trainer(TrainingLoop):
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
-        rows, valid = len(self.train), len(self.valid)
-        epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
-        data = (
-            f"{rows:,} rows of {self.config.data.seq_length} tokens, read {epochs:.3g} times; {valid:,} for validation"
-        )
-        self.print_summary(step, data, layout)
+        rows, valid = counted(len(self.train), "row"), len(self.valid)
+        epochs = f"{self.sampler.samples_before(self.config.schedule.last_step + 1) / len(self.train):.3g}"
+        times = "once" if epochs == "1" else f"{epochs} times"
+        length = counted(self.config.data.seq_length, "token")
+        self.print_summary(step, f"{rows} of {length}, read {times}; {valid:,} for validation", layout)
 
     def run(self, step: int) -> RunEnd:
-        self.prefetcher = Prefetcher(self.produce, step + 1)
+        self.prefetcher = self.prefetch(step + 1)
         try:
             return super().run(step)
         finally:
             self.close()
+
+    def prefetch(self, first: int) -> Prefetcher[StepInputs]:
+        """Start to produce the inputs of the steps from `first` on."""
+        return Prefetcher(self.produce, first)
 
     def close(self) -> None:
         """Stop background work."""
@@ -397,7 +400,7 @@ class Trainer(TrainingLoop):
         noisy = []
         for samples in self.rank_samples(step):
             uniforms = Uniforms.keyed(config.data.seed, step, samples, config.data.seq_length)
-            batch = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
+            batch = self.noisy_batch(objective, uniforms, self.train.rows(samples))
             noisy.append(anneal_mask(batch, config, step, samples))
         return self.step_inputs(noisy)
 
@@ -543,6 +546,10 @@ class Trainer(TrainingLoop):
             rows = dataclasses.replace(rows, labels=torch.where(exists[:, None], labels, IGNORE_INDEX))
         data = self.config.data
         uniforms = Uniforms.keyed(data.seed, EVALUATION_STEP, samples, data.seq_length, Purpose.EVAL_NOISE)
+        return self.noisy_batch(objective, uniforms, rows)
+
+    def noisy_batch(self, objective: Objective, uniforms: Uniforms, rows: LabelledTokens) -> NoisyBatch:
+        """Corrupt rows of training or validation data."""
         return objective.noise(uniforms=uniforms, **vars(rows))
 
     def check_same_data(self, train_blocks: int) -> None:

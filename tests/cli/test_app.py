@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -111,7 +110,42 @@ def test_families_lists_every_architecture(
     }
     assert listed["unsupported"] == UNSUPPORTED
     assert run(monkeypatch, "families") == 0
-    assert "llada" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    first_words = [line.split()[0] for line in lines if line.strip()]
+    assert all(first_words.count(spec.name) == 1 for spec in families() if not spec.derived_from)
+
+
+@pytest.mark.parametrize("name", ["llada2_moe", "LLaDA2MoeModelLM", "inclusionai/llada2.0-FLASH"])
+def test_a_family_by_its_name_architecture_or_hub_id(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run(monkeypatch, "families", name, "--json") == 0
+    assert [row["family"] for row in json.loads(capsys.readouterr().out)["families"]] == ["llada2_moe"]
+    assert run(monkeypatch, "families", name) == 0
+    assert "inclusionAI/LLaDA2.1-flash" in capsys.readouterr().out
+
+
+def test_a_family_that_is_not_supported_and_near_misses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "families", "MDLM") == 0
+    assert UNSUPPORTED["MDLM"].split()[0] in capsys.readouterr().out
+    for name, nearest in (("lada", "llada"), ("LLaDAModelML", "LLaDAModelLM"), ("mdml", "MDLM")):
+        assert run(monkeypatch, "families", name) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert f"the nearest is {nearest};" in said
+
+
+@pytest.mark.extension("parallel")
+def test_env_is_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "env") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for patches in (True, False):
+        assert run(monkeypatch, "env", *["--patches"] * patches) == 0
+        assert ("Patches of megatron-core" in capsys.readouterr().out) is patches
 
 
 def test_families_lists_all_that_convert_to_dlm_makes(
@@ -123,8 +157,8 @@ def test_families_lists_all_that_convert_to_dlm_makes(
     assert {name: tuple(forms.values()) for name, forms in becomes.items()} == TARGETS
     assert list(becomes["qwen3_moe"]) == ["shifted", "block-causal", "bidirectional", "idlm", "nemotron"]
     assert becomes["bailing_moe_v2"]["block-causal"] == "llada2_moe"
-    assert run(monkeypatch, "families") == 0
-    table = capsys.readouterr().out.split("convert-to-dlm", 1)[1]
-    for forms in becomes.values():
-        for form, name in forms.items():
-            assert re.search(rf" {form} +│ {name} ", table), name
+    for family in ("qwen3", "gpt_oss"):
+        assert run(monkeypatch, "families", family) == 0
+        table = capsys.readouterr().out.split("convert-to-dlm", 1)[1]
+        for form, name in becomes[family].items():
+            assert f"--to {form}: family {name}" in table

@@ -17,10 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.generation.offline import write_texts
+from dlm_bridge.loading import Placement, load_model
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import TEMPLATE, TOKENIZER
 
@@ -36,11 +39,17 @@ WAIT_S = 300
 
 @contextmanager
 def serving(
-    folder: Path, *words: str, key: str | None = "secret", code: str = "", descriptors: int = 0
+    folder: Path,
+    *words: str,
+    key: str | None = "secret",
+    code: str = "",
+    descriptors: int = 0,
+    device: str | None = "cpu",
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process of a server that listens, and its address. `code` takes the place of dlm_bridge.cli."""
     begin = ["-c", code] if code else ["-m", "dlm_bridge.cli"]
-    command = [sys.executable, *begin, "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+    command = [sys.executable, *begin, "serve", str(folder), "--port", "0", *words]
+    command += [] if device is None else ["--device", device]
     limit = ["prlimit", f"--nofile={descriptors}"] if descriptors else []
     environment = {**os.environ, **({} if key is None else {"DLM_BRIDGE_API_KEY": key})}
     process = subprocess.Popen(
@@ -257,3 +266,37 @@ def test_a_missing_extra_is_named(
     error = capsys.readouterr().err
     assert missing in error
     assert f"pip install 'dlm-bridge[{extra}]'" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_two_processes_share_a_model(llada: Path, number: int) -> None:
+    """With the texts of one, and an end for both: by a signal to the launcher, or of one of them."""
+    loaded = load_model(llada, Placement("cpu"))
+    prompts = ["the", "a cat", "he"]
+    with serving(llada, "--nproc-per-node", "2", "--set", "block_length=8", device=None) as (process, address):
+        client = openai.OpenAI(base_url=address, api_key="secret", timeout=WAIT_S)
+        for settings in ({}, {"temperature": 1.0, "seed": 3}):
+            answer = client.completions.create(model="any", prompt=prompts, max_tokens=16, **settings)  # type: ignore[call-overload]
+            own = {"gen_length": 16, "block_length": 8, **settings}
+            ids = [loaded.tokenizer(prompt)["input_ids"] for prompt in prompts]
+            wanted = write_texts(loaded.model, loaded.tokenizer, ids, own).texts
+            assert [choice.text for choice in answer.choices] == list(wanted)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="any", prompt="<mask>", max_tokens=8)
+        stream = client.completions.create(model="any", prompt="the", max_tokens=248, n=128, stream=True)
+        assert next(iter(stream)).choices
+        stream.close()  # its jobs leave both engines
+        assert client.completions.create(model="any", prompt="a", max_tokens=8).choices
+        family = psutil.Process(process.pid).children()
+        assert len(family) == 2
+        if number == signal.SIGKILL:
+            family[1].kill()
+        else:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT_S)
+        assert not psutil.wait_procs(family, timeout=30)[1]
+    assert process.returncode == {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGKILL: 137}[signal.Signals(number)]
+    assert "Traceback" not in out + err
+    assert err.count("interrupted") == (number == signal.SIGINT)
+    assert ("rank 1 was killed" in err) == (number == signal.SIGKILL)

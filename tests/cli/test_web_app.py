@@ -27,7 +27,8 @@ pytest.importorskip("gradio")
 from fastapi.testclient import TestClient
 
 from dlm_bridge.serving.connections import HttpServer, bind
-from dlm_bridge.serving.web_page import CHAT, CONTINUE, FILL, PageModel, page_app
+from dlm_bridge.serving.web_page import CHAT, CONTINUE, EXAMPLES, FILL, PageModel, page_app
+from tests.cli.conftest import EOS
 
 MASK = "\u2591"
 
@@ -98,7 +99,8 @@ def test_an_autoregressive_model_chats_with_transformers_own_settings(page_model
     names = [control.name for control in page_model.controls()[""]]
     assert names == ["gen_length", "temperature", "top_k", "top_p", "seed"]
     *_, last = page_model.sample(CHAT, "hi", "", {"gen_length": "8", "temperature": "0"})
-    assert text_of(last) == written(page_model, "user: hi\nassistant: ", gen_length=8, temperature=0)
+    asked = "user: hi\nassistant: "
+    assert asked + text_of(last).removeprefix("hi") == written(page_model, asked, gen_length=8, temperature=0)
 
 
 def test_every_sampler_that_fits_has_its_own_parameters_with_their_values(page_model: PageModel) -> None:
@@ -108,7 +110,10 @@ def test_every_sampler_that_fits_has_its_own_parameters_with_their_values(page_m
     assert {"mdlm", "dream"} <= set(controls) <= set(SAMPLERS)
     assert "wedlm" not in controls  # runs on causal models
     for name, own in controls.items():
-        assert [control.name for control in own][:-3] == list(SAMPLERS[name].parameters())
+        assert [control.name for control in own][1:-3] == list(SAMPLERS[name].parameters())
+        assert own[0].name == "preset"
+        assert own[0].option.choices == tuple(SAMPLERS[name].presets)
+        assert all(control.info for control in own)  # in words
     assert {control.name: control.default for control in controls["llada"]}["steps"] == 64
 
 
@@ -120,6 +125,7 @@ def test_every_sampler_that_fits_has_its_own_parameters_with_their_values(page_m
         (CONTINUE, {"temperature": "warm"}, "temperature"),
         (CONTINUE, {"gen_length": "10", "block_length": "4"}, "gen_length"),
         (CONTINUE, {"eot_token_id": "9999"}, "eot_token_id"),
+        (CONTINUE, {"preset": "quick"}, "preset"),
         (FILL, {}, "mask"),
         (CHAT, {}, "chat template"),
     ],
@@ -132,6 +138,31 @@ def test_what_the_sampler_refuses_is_refused_in_the_page(
     assert named in html.unescape(said)
     *_, last = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"})  # and the page goes on
     assert "8 forward passes" in last
+
+
+def test_an_empty_prompt_and_a_preset_that_the_sampler_lacks_are_refused(page_model: PageModel) -> None:
+    for mode, prompt, algorithm, shown, named in (
+        (CONTINUE, " \n", "llada", {}, "prompt"),
+        (CHAT, "", "llada", {}, "prompt"),
+        (CONTINUE, "the cat", "mdlm", {"preset": "fast"}, "careful"),
+    ):
+        (said,) = page_model.sample(mode, prompt, algorithm, shown)
+        assert 'role="alert"' in said
+        assert named in said
+    *_, last = page_model.sample(CONTINUE, "the cat", "mdlm", {"preset": "careful", "gen_length": "12", "steps": "4"})
+    assert "12 tokens" in last
+    assert " 4 forward passes" in last  # of the setting, which overrides the preset
+
+
+def test_what_follows_the_end_of_the_text_is_grey(page_model: PageModel) -> None:
+
+    def end(_: Any, __: Any, output: Any) -> None:
+        output.logits[..., EOS] = 30.0
+
+    page_model.model.register_forward_hook(end)
+    *_, last = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"})
+    assert last.count('class="after"') == 8
+    assert "after the end" in last
 
 
 def test_generation_ends_where_nobody_reads_it(page_model: PageModel) -> None:
@@ -151,11 +182,15 @@ def test_a_chat_has_turns(page_model: PageModel) -> None:
     for message in ("hi", "and you?"):
         *_, last = page_model.sample(CHAT, message, "", shown, turns)
         asked += f"user: {message}\nassistant: "
-        assert whole(text_of(last)) == whole(written(page_model, asked, gen_length=8, temperature=0))
+        begun = "".join(turn["content"] for turn in turns[:-1])
+        expected = written(page_model, asked, gen_length=8, temperature=0).removeprefix(asked)
+        assert whole(text_of(last)) == whole(begun + expected)
+        assert last.count('class="turn ') == len(turns) - 1
         asked += turns[-1]["content"] + "\n"
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
     *_, refused = page_model.sample(CHAT, "again", "", {"gen_length": "0"}, turns)
     assert 'role="alert"' in refused
+    assert "and you?" in refused  # the conversation stays
     stopped = page_model.sample(CHAT, "again", "", shown, turns)
     next(stopped)
     stopped.close()
@@ -240,6 +275,8 @@ def test_in_a_browser(page_model: PageModel, tmp_path: Path) -> None:
         tab.on("request", lambda request: asked.append(request.url))
         answer = tab.goto(home)
         assert "default-src 'self'" in answer.headers["content-security-policy"]
+        tab.get_by_role("button", name=EXAMPLES[CONTINUE][1]).click()
+        tab.wait_for_function(f"document.querySelector('#prompt textarea').value === {EXAMPLES[CONTINUE][1]!r}")
         tab.fill("#prompt textarea", "the <b>cat")
         tab.fill("#sampler-llada #setting-gen_length textarea", "8")
         tab.get_by_role("button", name="Generate").click()
@@ -290,7 +327,7 @@ def test_a_chat_in_a_browser(page_model: PageModel) -> None:
             tab.fill("#prompt textarea", message)
             tab.get_by_role("button", name="Generate").click()
             tab.wait_for_function("document.querySelector('#prompt textarea').value === ''")
-            shown = tab.inner_text("#shown .denoising")
-            assert f"user: {message}" in shown
-            assert ("user: hello there" in shown) == (message != "a fresh start")
+            shown = tab.inner_text("#shown")
+            assert message in shown
+            assert ("hello there" in shown) == (message != "a fresh start")
         browser.close()

@@ -14,8 +14,8 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints import find_checkpoint
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, rewrapped, write_metadata
-from dlm_bridge.convert.formats.dcp import Contents, StorageLocation, read_metadata
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, rewrapped
+from dlm_bridge.convert.formats.dcp import Contents, StorageLocation, read_metadata, write_metadata
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from dlm_bridge.errors import ChangedTensorsError, CheckpointError
 from tests.checkpoints import write_llada

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, plan_torch_dist
+from dlm_bridge.convert.formats.dcp import (
+    Chunk,
+    Contents,
+    StorageLocation,
+    StoredTensor,
+    read_contents,
+    write_metadata,
+)
+from dlm_bridge.convert.formats.dcp_reader import torch_metadata
 from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, ParamMapping
@@ -153,6 +164,35 @@ def test_extra_states(imported: Path) -> None:
                 (folder.parent / "item").write_bytes(stream.read(info.length))
             assert torch.load(folder.parent / "item", weights_only=True) == [None]
     (folder.parent / "item").unlink()
+
+
+@pytest.mark.parametrize("tensors", [0, 3, 997, 998])
+def test_metadata_is_what_torchs_own_classes_pickle(tmp_path: Path, tensors: int) -> None:
+    places = (StorageLocation(f"__{place % 3}_0.distcp", 100 * place, 100) for place in range(10_000))
+    contents = Contents(
+        {
+            f"layers.{index}.weight": StoredTensor(
+                dtype,
+                str(dtype).removeprefix("torch."),
+                (4, 6),
+                (Chunk((0, 0), (4, 3), next(places)), Chunk((0, 3), (4, 3), next(places))),
+            )
+            for index, dtype in zip(range(tensors), 400 * [torch.bfloat16, torch.float32, torch.float16], strict=False)
+        }
+        | {
+            "long": StoredTensor(
+                torch.float32, "float32", (1001,), tuple(Chunk((i,), (1,), next(places)) for i in range(1001))
+            )
+        }
+        | {"scalar": StoredTensor(torch.float32, "float32", (), (Chunk((), (), next(places)),))},
+        {name: next(places) for name in ("extra_state", "common_state/shard_0_1")},
+    )
+    write_metadata(tmp_path, contents)
+    expected = torch_metadata(contents, StorageMeta())
+    expected.version = "1.0.0"
+    assert (tmp_path / ".metadata").read_bytes() == pickle.dumps(expected)
+    assert FileSystemReader(tmp_path).read_metadata().storage_data == expected.storage_data
+    assert read_contents(tmp_path) == contents
 
 
 @pytest.mark.parametrize("chunking", ["whole", "per layer", "two layers", "odd columns", "rows and columns"])

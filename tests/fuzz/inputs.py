@@ -70,6 +70,7 @@ OF_ANY_MODEL = (
     (*TASKS, "--chat", "--json", "--output", "{out}"),
     SERVE,
     APP,
+    ("chat", "{it}"),
     PRETRAIN,
     SFT,
     (*PRETRAIN, "--dry-run"),

@@ -18,8 +18,9 @@ from typing import Any
 
 from dlm_bridge import Layout
 from dlm_bridge.plan.cost import StepTime, step_time
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.model import model_of
-from dlm_bridge.plan.run import Hardware, PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
 
 AIM = 0.15

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
+from dlm_bridge import hub
+from dlm_bridge.generation import batch_size
+from dlm_bridge.generation.batch_size import plan_batch
+from dlm_bridge.loading.pretrained import load_hub_model
+from dlm_bridge.plan.command import PlanSettings
+from dlm_bridge.plan.hardware import GPUS
+from dlm_bridge.plan.inference import USED_FRACTION
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
+from tests.families import sdar
 from tests.plan import configs
 
 
@@ -90,6 +100,17 @@ def test_recommends_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--gpus", 8, "--seq-length", 128, "--network", 0), "--network"),
         (("--gpus", 8, "--seq-length", 128, "--png", "/nowhere/x.png"), "--png: /nowhere/x.png"),
         (("--gpus", 8, "--seq-length", 128, "--gradients", "fp8"), "--gradients"),
+        (("--gpus", 8, "--seq-length", 128, "--gpu", "H20O"), "--gpu: 'H20O' is unknown: the nearest is H200;"),
+        (("--gpus", 8, "--seq-length", 128, "--lora-rank", 8, "--lora-targets", "q_projs"), "--lora-targets"),
+        (("--gpus", 8, "--seq-length", 128, "--lora-targets", "o_proj"), "--lora-targets"),
+        (("--gpus", 8, "--seq-length", 128, "--cpu-offload"), "--cpu-offload"),
+        (("--gpus", 8, "--seq-length", 128, "--engine", "accelerate", "--cpu-offload"), "--cpu-offload"),
+        (("--gpus", 8, "--seq-length", 128, "--engine", "accelerate", "--tp", 2), "--tp"),
+        (("--gpus", 8, "--seq-length", 128, "--engine", "accelerate", "--recommend"), "--recommend"),
+        (("--gpus", 8, "--seq-length", 128, "--gen-length", 16), "--gen-length"),
+        (("--gpus", 8, "--seq-length", 128, "--inference", "--gen-length", 256), "--gen-length"),
+        (("--gpus", 8, "--seq-length", 128, "--inference", "--pp", 2), "--pp"),
+        (("--gpus", 8, "--seq-length", 128, "--inference", "--precision", "fp8"), "--precision"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -108,3 +129,127 @@ def test_a_model_that_megatron_cannot_hold_is_refused(tmp_path: Path, capsys: py
     code, _, err = run_cli(capsys, "plan", tmp_path, "--gpus", 8, "--seq-length", 128)
     assert code == 2
     assert "OLMoE normalises" in err
+
+
+def table_of(out: str) -> list[list[str]]:
+    """Cells of the memory table, its head first."""
+    lines = out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("stage layers"))
+    last = next(number for number, line in enumerate(lines) if line.startswith("parameters by role"))
+    return [line.split() for line in (lines[first], *lines[first + 2 : last])]
+
+
+def test_no_number_is_cut_at_80_columns_and_picture_and_table_have_the_same_words(
+    v3: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where no GPU is large enough."""
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    layout = ("--gpus", 2, "--pp", 2, "--pipeline-split", "Et*30|t*31L")
+    code, out, _ = run_cli(capsys, "plan", v3, *layout, "--seq-length", 4096, "--png", "plan.png")
+    assert code == 1
+    assert max(map(len, out.splitlines())) <= 80
+    head, *stages = table_of(out)
+    assert len(stages) == 2
+    for cells in stages:
+        sizes = [float(cell.replace(",", "")) for cell in cells[2:]]  # raises for a cut number
+        assert sum(sizes[:-1]) == pytest.approx(sizes[-1], rel=2e-3)
+    assert [label.get_text() for label in drawn[0].axes[0].get_xticklabels()] == head[2:]
+
+
+def test_recommendation_where_nothing_fits_is_an_answer(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("plan", v3, "--gpus", 8, "--seq-length", 4096, "--global-batch-size", 8, "--recommend")
+    code, out, err = run_cli(capsys, *run)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    code, out, err = run_cli(capsys, *run, "--json")
+    assert code == 1
+    assert json.loads(out)["fits"] is False
+
+
+@pytest.mark.parametrize("name", ["GSAI-ML/LLaDA-8B-Instruct", "llada-8b-base"])
+def test_published_models_need_no_hub(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("asks the network"))
+    code, out, _ = run_cli(capsys, "plan", name, "--gpus", 8, "--seq-length", 4096, "--gpu", "b200")
+    assert code == 0
+    assert "8,015,581,184 parameters" in out
+
+
+def test_the_nearest_published_model_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_is_known", lambda _: False)
+    for name in ("LLaDA2.0-flsh", "inclusionAI/LLaDA2.0-flsh"):
+        code, _, err = run_cli(capsys, "plan", name, "--gpus", 8, "--seq-length", 4096)
+        assert code == 2
+        assert "inclusionAI/LLaDA2.0-flash" in err
+
+
+def test_lora_needs_a_fraction_and_trains_the_adapter_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("plan", "LLaDA-8B-Base", "--gpus", 1, "--seq-length", 2048, "--json")
+    code, out, _ = run_cli(capsys, *run)
+    assert code == 1
+    (whole,) = json.loads(out)["stages"]
+    code, out, _ = run_cli(capsys, *run, "--lora-rank", 16)
+    assert code == 0
+    (adapted,) = json.loads(out)["stages"]
+    # Rank times (input + output) of q, k, v, o, gate, up and down, in 32 layers.
+    assert adapted["trained"] == 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 12288))
+    assert adapted["gradients"] == 4 * adapted["trained"]
+    assert adapted["optimizer"] == 12 * adapted["trained"]
+    assert adapted["weights"] == whole["weights"] + 2 * adapted["trained"]
+    assert whole["trained"] == whole["held"]
+
+
+def test_offloaded_states_are_in_the_cpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("plan", "LLaDA-8B-Base", "--gpus", 8, "--seq-length", 2048, "--json")
+
+    def stage(*flags: object) -> dict[str, float]:
+        _, out, _ = run_cli(capsys, *run, *flags)
+        found: dict[str, float] = json.loads(out)["stages"][0]
+        return found
+
+    kept, moved = stage(), stage("--optimizer-cpu-offload")
+    assert (moved["optimizer"], moved["host"]) == (0, kept["optimizer"])
+    assert kept["host"] == 0
+    fsdp = ("--engine", "accelerate", "--sharding", "fsdp")
+    kept, moved = stage(*fsdp), stage(*fsdp, "--cpu-offload")
+    assert moved["host"] == 16 * kept["held"] / 8
+    assert moved["allocated"] == pytest.approx(kept["allocated"] - moved["host"], rel=1e-6)
+
+
+def test_a_gpu_is_its_data_sheet_which_single_rates_override() -> None:
+    assert PlanSettings(gpu="nvidia h200").hardware == GPUS["H200"]
+    assert PlanSettings(gpu="a100_40gb").hardware.memory == 40e9
+    found = PlanSettings(gpu="b200", gpu_memory="96GB", nvlink=100).hardware
+    assert (found.memory, found.nvlink, found.flops) == (96e9, 100e9, 2250e12)
+
+
+def test_sampling_as_the_engine_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row's bytes are those of `batch_size=auto`, for a sampler with and without a KV cache."""
+    assert USED_FRACTION == batch_size.USED_FRACTION
+    sdar_folder = sdar.CASES[0].write(tmp_path / "sdar", mask_token_id=127, eos_token_id=1, pad_token_id=1)
+    for folder, name in ((write_llada(tmp_path / "llada"), "llada"), (sdar_folder, "sdar")):
+        model, _ = load_hub_model(folder, name, dtype=torch.bfloat16)
+        wanted = plan_batch(model, [32], {"gen_length": 32}, diffusion=True, device=torch.device("meta"))
+        run = ("plan", folder, "--gpus", 1, "--seq-length", 64, "--gen-length", 32, "--inference", "--json")
+        code, out, _ = run_cli(capsys, *run)
+        assert code == 0
+        found = json.loads(out)
+        assert (found["activations"], found["logits"]) == (wanted.activations, wanted.logits)
+        assert (found["kv_cache"] > 0) == (wanted.cache > 0)
+        assert found["weights"] == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_the_smallest_tensor_parallel_size_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("plan", "LLaDA2.0-flash", "--gpus", 8, "--seq-length", 4096, "--inference")
+    code, out, _ = run_cli(capsys, *run, "--recommend", "--gpu", "H200", "--json")
+    found = json.loads(out)
+    assert (code, found["tp"], found["copies"], found["fits"]) == (0, 2, 4, True)
+    assert found["rows"] > 1
+    assert run_cli(capsys, *run, "--tp", 2)[0] == 1
+    assert run_cli(capsys, *run, "--tp", 4, "--gpu-memory", "80GB")[0] == 0

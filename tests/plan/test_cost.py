@@ -10,8 +10,9 @@ import pytest
 from dlm_bridge import Layout
 from dlm_bridge.errors import SettingError
 from dlm_bridge.plan.cost import StepTime, elementwise_bytes, step_time
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.model import PlannedModel, model_of
-from dlm_bridge.plan.run import Hardware, PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
 from tests.plan.published_runs import AIM, H100, PUBLISHED, table
 from tests.refusals import refused

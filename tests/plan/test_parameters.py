@@ -10,8 +10,10 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.models.families import families
 from dlm_bridge.plan.memory import memory_plan
 from dlm_bridge.plan.model import model_of, open_model
+from dlm_bridge.plan.published import find_model, published_models
 from dlm_bridge.plan.run import PlannedRun
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.plan import configs
@@ -30,6 +32,46 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_the_published_ones(name: str) -> None:
     assert model_of(getattr(configs, name), name).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("LLaDA-8B-Instruct", "llada-8b"),
+        ("LLaDA-MoE-7B-A1B-Base", "llada-moe-7b-a1b"),
+        ("LLaDA2.0-mini", "llada2-mini-16b-a1.4b"),
+        ("SDAR-30B-A3B-Chat", "sdar-30b-a3b"),
+    ],
+)
+def test_the_table_of_published_models_agrees_with_the_recipes_configs(name: str, recipe: str) -> None:
+    table, whole = find_model(name), open_model(Path(__file__).parents[2] / "configs" / recipe)
+    assert table.family is whole.family
+    assert table.dims == whole.dims
+    assert table.settings == whole.settings
+
+
+# As the cards, papers and configs state them, in billions.
+STATED = {
+    "LLaDA2.0-flash": (102.9, 6.15), "LLaDA-MoE-7B-A1B-Base": (7.36, 1.72), "LLaDA2.0-mini": (16.26, 1.43),
+    "iLLaDA-8B-Base": (7.62, 7.62), "Dream-v0-Base-7B": (7.62, 7.62), "RND1-Base-0910": (30.5, 3.35),
+    "Fast_dLLM_v2_1.5B": (1.54, 1.54), "Llama-3.1-70B": (70.55, 70.55), "DeepSeek-V3": (671.03, 37.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_published_models_have_the_stated_sizes(name: str) -> None:
+    model = find_model(name)
+    assert (model.parameters / 1e9, model.active_parameters / 1e9) == pytest.approx(STATED[name], rel=5e-3)
+
+
+def test_every_published_model_can_be_planned() -> None:
+    known = {hub_id for spec in families() for hub_id in spec.hub_ids}
+    for hub_id, entry in published_models().items():
+        model = find_model(hub_id)
+        assert memory_plan(model, PlannedRun(Layout(), 1, 2048)).peak.held == model.parameters
+        own = hub_id in known or hub_id.startswith("meta-llama/Llama-3.1")
+        assert own, f"{hub_id} is not in its family's hub_ids"
+        assert set(entry) <= {"names", "config", "family"}
 
 
 def test_active_parameters_of_an_expert_model() -> None:

@@ -9,10 +9,11 @@ import pytest
 from dlm_bridge import Layout
 from dlm_bridge.errors import LayoutError, ResourceError, SettingError
 from dlm_bridge.plan.cost import step_time
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.memory import memory_plan
 from dlm_bridge.plan.model import model_of
 from dlm_bridge.plan.recommend import recommend, value_of
-from dlm_bridge.plan.run import Hardware, PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 from tests.plan import configs
 from tests.plan.recipes import RECIPES, Recipe
 from tests.refusals import refused

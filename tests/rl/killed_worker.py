@@ -16,7 +16,7 @@ from dlm_bridge.train.rl import rollout
 
 
 def kill_in_rollout(number: int, rank: int) -> None:
-    complete, run = rollout.Rollouts._complete, SamplingEngine.step
+    complete, run = rollout.Rollouts.complete, SamplingEngine.step
 
     def killed(engine: SamplingEngine) -> Any:
         run(engine)  # together with the ranks that have the model
@@ -27,7 +27,7 @@ def kill_in_rollout(number: int, rank: int) -> None:
         SamplingEngine.step = killed if dies else run  # type: ignore[method-assign]
         return complete(self, model, problems, samples, step, temperature)
 
-    rollout.Rollouts._complete = at_step  # type: ignore[method-assign]
+    rollout.Rollouts.complete = at_step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

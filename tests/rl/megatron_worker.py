@@ -308,7 +308,7 @@ def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def ranks_share(root: Path) -> None:
     """Where the ranks of a replica would sample otherwise, as GPUs may round, they all train on what each sampled of
     its own part."""
-    complete, sample = Rollouts._complete, Rollouts.sample
+    complete, sample = Rollouts.complete, Rollouts.sample
     kept: list[tuple[list[int], torch.Tensor, list[float]]] = []
     own: list[list[int]] = []
 
@@ -322,7 +322,7 @@ def ranks_share(root: Path) -> None:
         kept.append((rollout.samples, rollout.sequences.tokens, rollout.rewards.tolist()))
         return rollout
 
-    with mock.patch.multiple(Rollouts, _complete=otherwise, sample=keeping):
+    with mock.patch.multiple(Rollouts, complete=otherwise, sample=keeping):
         train_run(root, "share", "diffu-grpo", engine="megatron", tp=2, steps=1, eval_interval=0)
     found: list[Any] = [None, None]
     dist.all_gather_object(found, (own, kept))

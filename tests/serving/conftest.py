@@ -72,10 +72,11 @@ def running(
     queue_size: int = 64,
     max_body: float = 0.1,
     timeout: float = PATIENCE_S,
+    name: str = "tiny",
     **options: Any,
 ) -> Iterator[Running]:
     """A server of the model until the end of the context."""
-    served = ServedModel(loaded, "tiny", defaults or {}, max_length)
+    served = ServedModel(loaded, name, defaults or {}, max_length)
     served.check()
     scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)

@@ -14,7 +14,7 @@ import pytest
 
 from dlm_bridge.errors import SettingError
 from dlm_bridge.loading import LoadedModel
-from dlm_bridge.serving.command import serve
+from dlm_bridge.serving.command import web_app
 from dlm_bridge.serving.protocol import RequestError, parse_request
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
@@ -58,11 +58,12 @@ def held(loaded: LoadedModel) -> Iterator[threading.Event]:
         handle.remove()
 
 
-def test_a_server_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gradio")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingError, match="one process") as refused:
-        serve("model", host="127.0.0.1", port=0)
+        web_app("model", port=7860)
     assert refused.value.field == "WORLD_SIZE"
 
 

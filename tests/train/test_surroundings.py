@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import sys
 import threading
@@ -37,6 +38,96 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path: Path, run: Run) ->
         assert wanted, name
 
 
+WANDB = """
+import json
+
+def login():
+    if KEY is None:
+        raise ValueError("no API key")
+
+class Run:
+    def log(self, values, step, **_):
+        if step == FAILS:
+            raise ConnectionError("gone")
+        open(FILE, "a").write(f"{step} ")
+    def finish(self): pass
+
+def init(project, name, dir, config):
+    open(FILE, "a").write(f"{project} {name} {config['steps']} ")
+    return Run()
+"""
+
+
+@pytest.fixture
+def wandb_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stand-in for wandb, with a key: its KEY, FAILS (a step) and FILE can be set."""
+    for variable in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "wandb.py").write_text(f"KEY, FAILS, FILE = 'k', None, {str(tmp_path / 'logged')!r}\n{WANDB}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield importlib.import_module("wandb")
+    monkeypatch.delitem(sys.modules, "wandb")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "logged"),
+    [
+        ({}, {}, "dlm-bridge run 2 1 2"),
+        ({}, {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, "mine first 2 1 2"),
+        ({"tracker_project": "ours", "run_name": "second"}, {"WANDB_PROJECT": "mine"}, "ours second 2 1 2"),
+    ],
+)
+def test_project_and_name_of_a_tracked_run(
+    tmp_path: Path,
+    run: Run,
+    wandb_stub: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    variables: dict[str, str],
+    logged: str,
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    run(tmp_path / "run", steps=2, eval_interval=0, save_interval=0, trackers="wandb", **options)
+    assert (tmp_path / "logged").read_text().strip() == logged
+
+
+def test_a_tracker_without_a_key(tmp_path: Path, run: Run, wandb_stub: Any) -> None:
+    wandb_stub.KEY = None
+    with refused(SettingError, "trackers", "wandb", "no API key"):
+        run(tmp_path / "run", steps=2, trackers="wandb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, run: Run, wandb_stub: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb_stub.FAILS = 2
+    assert len(run(tmp_path / "run", steps=3, eval_interval=0, save_interval=0, trackers="wandb")) == 3
+    assert (tmp_path / "logged").read_text().split()[3:] == ["1"]
+    assert [record.levelname for record in caplog.records if "gone" in record.getMessage()] == ["WARNING"]
+
+
+def test_trackio_has_every_step(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    run(tmp_path / "run", steps=2, eval_interval=0, save_interval=0, trackers="trackio", tracker_project="mine")
+    assert (tmp_path / "trackio/mine.db").is_file()
+
+
+def test_mlflow_has_every_step(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    rows = run(tmp_path / "run", steps=2, eval_interval=0, save_interval=0, trackers="mlflow", tracker_project="mine")
+    client = mlflow.MlflowClient()
+    (tracked,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (tracked.info.run_name, tracked.info.status) == ("run", "FINISHED")
+    history = client.get_metric_history(tracked.info.run_id, "loss")
+    assert [(each.step, each.value) for each in history] == [(row["step"], row["loss"]) for row in rows]
+
+
 def test_further_save_steps(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "run", steps=5, save_steps="1, 3", save_interval=4, eval_interval=0)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
@@ -48,7 +139,7 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
     [
         ({"save_steps": "0,3"}, "save_steps"),
         ({"save_steps": "3;4"}, "save_steps"),
-        ({"trackers": "tensorboard,mlflow"}, "trackers"),
+        ({"trackers": "tensorboard,comet"}, "trackers"),
         ({"straggler_interval": 5}, "straggler_interval"),  # of the Megatron engine
         ({"straggler_interval": -1, "engine": "megatron"}, "straggler_interval"),
     ],

@@ -17,7 +17,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
 from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents, read_metadata
-from dlm_bridge.errors import CheckpointError
+from dlm_bridge.errors import CheckpointError, counted
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.models.families import FamilySpec, find_family
 
@@ -76,7 +76,7 @@ class DcpCheckpoint(ByNameCheckpoint):
             found |= _by_name(self._contents, {module: hub for module, hub in renamed.items() if hub not in found})
         left = self._contents.tensors.keys() - {place.key for place in found.values()}
         if left:
-            self.notes.append(f"weights only: {len(left)} other tensors (optimizer state) are not read")
+            self.notes.append(f"weights only: {counted(len(left), 'other tensor')} (optimizer state) not read")
         return found
 
     @cached_property

@@ -29,7 +29,7 @@ from dlm_bridge.convert.formats.hub_weights import (
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.convert.streaming import FileRegion, SliceRange
-from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.files.reading import file_digest, gc_paused
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.rules import ParamMapping
@@ -89,7 +89,8 @@ class HubCheckpoint(ByNameCheckpoint):
             from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
 
             self.reader = reader = FP8Reader(folder, self._config()) if dequantize_fp8 else MXFP4Reader(folder)
-            self.notes.append(f"{len(reader.quantised)} {reader.kind} tensors are dequantised to bfloat16")
+            kind, number = f"{reader.kind} tensor", len(reader.quantised)
+            self.notes.append(f"{counted(number, f'{kind} is', f'{kind}s are')} dequantised to bfloat16")
         names = self.reader.names
         self._dtypes = ComputedMapping(names, lambda name: self.reader.entry(name).dtype)
         self._stored = ComputedMapping(names, lambda name: (self._dtypes[name], self.shape(name)))

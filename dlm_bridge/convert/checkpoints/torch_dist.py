@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from dlm_bridge.convert.formats.dcp import (
     StorageLocation,
     StoredTensor,
     read_metadata,
+    write_metadata,
 )
 from dlm_bridge.convert.optimizer_state import (
     AVERAGED,
@@ -446,15 +446,3 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     # The checksum is in the data descriptor, right after the values, and in the directory, 30 bytes before the name.
     assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
     return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
-
-
-def write_metadata(folder: Path, contents: Contents) -> None:
-    """Write `folder`/.metadata with torch's own classes, whose import takes a second."""
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    from dlm_bridge.convert.formats.dcp_reader import torch_metadata
-
-    metadata = torch_metadata(contents, StorageMeta())
-    metadata.version = "1.0.0"
-    with (folder / DCP_METADATA).open("wb") as stream:
-        pickle.dump(metadata, stream)

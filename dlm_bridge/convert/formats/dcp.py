@@ -1,16 +1,21 @@
-"""Reader of torch.distributed.checkpoint files: `.metadata`, and global tensors stored in chunks.
+"""torch.distributed.checkpoint files: `.metadata`, read and written, and the reader of tensors stored in chunks.
 
 A chunk is a box of a global tensor, saved by `torch.save` at some offset of a larger file. All pickles are read by the
-restricted unpickler, without running code. Values are read directly from their offsets, each byte once.
+restricted unpickler, without running code. Values are read directly from their offsets, each byte once. Nothing here
+imports torch.distributed.checkpoint, which takes as long as torch itself.
 """
 
 from __future__ import annotations
 
+import copyreg
 import os
+import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from enum import Enum
+from functools import cache
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -28,6 +33,9 @@ from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 DCP_METADATA = ".metadata"
 _METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each need 40 MB
 BACKEND_FILE = "metadata.json"  # written by megatron-core, not by torch
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
+_MEM_FORMAT_ENCODING = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
 
 # Full names of the classes in a genuine `.metadata`.
 _METADATA_CLASSES = re.compile(
@@ -126,6 +134,97 @@ def read_contents(folder: Path) -> Contents:
         for chunk in tensor.chunks:
             _check_inside(path, name, tensor, chunk)
     return contents
+
+
+def write_metadata(folder: Path, contents: Contents) -> None:
+    """Write `folder`/.metadata, byte for byte as `pickle.dump` of torch's own classes."""
+    properties_end = (torch.strided, False, _MEM_FORMAT_ENCODING(0), False)  # requires_grad, pin_memory
+    state: dict[str, _StandIn] = {}
+    stored: dict[_StandIn, _StandIn] = {}
+
+    def locate(name: str, place: StorageLocation, **offset: torch.Size) -> None:
+        info = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+        index = _stand_in("MetadataIndex", {"fqn": name, "index": None, **offset})
+        stored[index] = _stand_in("_StorageInfo", info, _FILESYSTEM_MODULE)
+
+    for name, tensor in contents.tensors.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            box = {"offsets": torch.Size(chunk.offsets), "sizes": torch.Size(chunk.sizes)}
+            chunks.append(_stand_in("ChunkStorageMetadata", box))
+            locate(name, chunk.place, offset=torch.Size(chunk.offsets))
+        properties = _stand_in("TensorProperties", (getattr(torch, tensor.dtype_name), *properties_end))
+        fields = {"properties": properties, "size": torch.Size(tensor.shape), "chunks": chunks}
+        state[name] = _stand_in("TensorStorageMetadata", fields)
+    for name, place in contents.objects.items():
+        state[name] = _stand_in("BytesStorageMetadata", None)
+        locate(name, place)
+    storage: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    metadata = {
+        "state_dict_metadata": state,
+        "planner_data": None,
+        "storage_data": stored,
+        "storage_meta": _stand_in("StorageMeta", storage),
+        "version": "1.0.0",
+    }
+    with (folder / DCP_METADATA).open("wb") as stream:
+        _Pickler(stream).dump(_stand_in("Metadata", metadata))
+
+
+class _StandIn:
+    """Object with the `state` and the name of one of torch's classes, which is not imported."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self),), self.state  # type: ignore[attr-defined]
+
+
+def _stand_in(name: str, state: object, module: str = _METADATA_MODULE) -> _StandIn:
+    return _stand_in_class(name, module)(state)
+
+
+@cache
+def _stand_in_class(name: str, module: str) -> type[_StandIn]:
+    return type(name, (_StandIn,), {"__module__": module})
+
+
+class _Pickler(pickle._Pickler):
+    """Pickler that names stand-ins without importing their modules. Python's implementation, because C's has no hook
+    for names; where the two differ, the bytes are C's."""
+
+    save: Callable[[Any], None]
+    write: Callable[[bytes], Any]
+    memoize: Callable[[Any], None]
+    _BATCHSIZE: int
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if getattr(obj, "__module__", None) not in (_METADATA_MODULE, _FILESYSTEM_MODULE):
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        self.save(obj.__module__)
+        self.save(obj.__qualname__)
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+    def _batch_setitems(self, items: Iterable[tuple[Any, Any]], *rest: Any) -> None:
+        self._batches(list(items), pickle.SETITEM, pickle.SETITEMS)
+
+    def _batch_appends(self, items: Iterable[Any], *rest: Any) -> None:
+        self._batches([(item,) for item in items], pickle.APPEND, pickle.APPENDS)
+
+    def _batches(self, items: Sequence[tuple[Any, ...]], one: bytes, many: bytes) -> None:
+        """Save the items of a dict or list. C marks a last batch of one item, and ends full batches of a dict with an
+        empty one."""
+        end = len(items) + (many == pickle.SETITEMS and len(items) > 1)
+        for start in range(0, end, self._BATCHSIZE):
+            if len(items) > 1:
+                self.write(pickle.MARK)
+            for item in items[start : start + self._BATCHSIZE]:
+                for value in item:
+                    self.save(value)
+            self.write(many if len(items) > 1 else one)
 
 
 def _contents(metadata: Any) -> Contents:

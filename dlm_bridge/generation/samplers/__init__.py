@@ -89,6 +89,9 @@ class SamplerSpec:
     suppress: tuple[int, ...] = ()
 
 
+Presets = Mapping[str, Mapping[str, Any]]  # parameters by the value of the setting `preset`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
     """Base class of samplers: a frozen dataclass of the sampler's parameters, with the published defaults.
@@ -114,6 +117,7 @@ class Sampler(ABC):
             masks of the prompt.
         takes_commit_rule: True if `commit_rule` can replace its own rule.
         noise_processes: kinds of training noise that it supports, for models whose config records it.
+        presets: its parameters under the values of the setting `preset`, without "published".
     """
 
     name: ClassVar[str]
@@ -130,6 +134,7 @@ class Sampler(ABC):
     resizes: ClassVar[bool] = False
     takes_commit_rule: ClassVar[bool] = True
     noise_processes: ClassVar[tuple[NoiseName, ...]] = ("mask",)
+    presets: ClassVar[Presets] = {}
 
     gen_length: int = parameter(128)
     temperature: float = parameter(0.0)

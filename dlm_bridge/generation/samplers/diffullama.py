@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.dream import AncestralRule
 
 
@@ -30,6 +30,7 @@ class DiffuLLaMASampler(Sampler):
         "diffusion_steps": "steps", "logits_temp": "temperature", "topp_temp": "top_p",
     }  # fmt: skip
     published_names: ClassVar[tuple[str, ...]] = tuple(aliases)
+    presets: ClassVar[Presets] = {"careful": {"steps": 256}}
 
     temperature: float = parameter(0.9, "0: greedy decoding; published as `logits_temp`.")
     steps: int = parameter(64, "Denoising steps in total; published as `diffusion_steps`.")

@@ -35,7 +35,7 @@ from dlm_bridge.generation.commit_rules import (
     probability,
     top_scores,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 ORDERS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
@@ -47,6 +47,10 @@ class DreamSampler(Sampler):
 
     name: ClassVar[str] = "dream"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    presets: ClassVar[Presets] = {
+        "fast": {"alg": "confidence_threshold", "threshold": 0.9, "steps": 8},
+        "careful": {"alg": "entropy", "steps": 512},
+    }
 
     steps: int = parameter(512, "Denoising steps in total.")
     eps: float = parameter(1e-3, "Last noise level.", above=0, below=1)

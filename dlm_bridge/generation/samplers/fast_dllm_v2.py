@@ -28,7 +28,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, St
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class FastDLLMv2Sampler(Sampler):
     name: ClassVar[str] = "fast_dllm_v2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"fast": {"threshold": 0.8}, "careful": {"threshold": 1.0}}
 
     gen_length: int = parameter(2048)
     block_length: int = parameter(32, "Tokens per block; published as `block_size`.")

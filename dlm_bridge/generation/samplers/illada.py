@@ -25,7 +25,7 @@ from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import Score, TopScoresRule, even_schedule, low_confidence, random_order
 from dlm_bridge.generation.kv_cache import KVCache, PrefixKVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.llada import GuidedSampler
 
 
@@ -38,6 +38,7 @@ class ILLaDASampler(GuidedSampler):
     infills: ClassVar[bool] = False  # a block does not attend to later tokens
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"fast": {"steps": 8}, "careful": {"steps": None}}
 
     block_length: int = parameter(32)
     steps: int | None = parameter(None, "Denoising steps per block; by default one per token.")

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
@@ -40,7 +40,7 @@ from dlm_bridge.generation.commit_rules import (
     precise_confidence,
     random_order,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,10 @@ class LLaDASampler(GuidedSampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {
+        "fast": {"threshold": 0.9, "block_length": 32},
+        "careful": {"threshold": None, "factor": None, "steps": None, "block_length": 32},
+    }
 
     block_length: int = parameter(128)
     steps: int | None = parameter(None, "Denoising steps in total, over all blocks; by default one per new token.")
@@ -115,7 +119,7 @@ class LLaDASampler(GuidedSampler):
             numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"
             raise SettingError(
                 "steps",
-                f"{steps} is not a multiple of the {blocks} blocks (`gen_length={self.gen_length}` / "
+                f"{steps} is not a multiple of the {counted(blocks, 'block')} (`gen_length={self.gen_length}` / "
                 f"`block_length={self.block_length}`): use {numbers}",
             )
         return SamplerSpec(

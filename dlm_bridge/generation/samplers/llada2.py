@@ -17,7 +17,7 @@ from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DynamicThresholdRule, even_schedule
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class LLaDA2Sampler(Sampler):
     name: ClassVar[str] = "llada2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"fast": {"threshold": 0.8}, "careful": {"threshold": 1.0}}
 
     gen_length: int = parameter(2048)
     block_length: int = parameter(32)

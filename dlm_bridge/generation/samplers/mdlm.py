@@ -23,7 +23,7 @@ from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import TopScoresRule, low_confidence, random_order
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class MDLMSampler(Sampler):
 
     name: ClassVar[str] = "mdlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    presets: ClassVar[Presets] = {"careful": {"steps": 1024}}
 
     block_length: int = parameter(128, "Tokens per block; published as `block_size`.")
     steps: int = parameter(128, "Denoising steps in total, over all blocks.")

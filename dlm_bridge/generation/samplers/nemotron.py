@@ -24,7 +24,7 @@ from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopSco
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class NemotronSampler(Sampler):
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"fast": {"threshold": 0.8}, "careful": {"threshold": None}}
 
     block_length: int = parameter(32)
     threshold: float | None = parameter(0.9, "Confidence from which a token is committed; None: one token per step.")

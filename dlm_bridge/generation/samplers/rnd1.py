@@ -33,7 +33,7 @@ from dlm_bridge.generation.commit_rules import (
     entropy,
     one_each_then_rest,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, gather_tokens
 
 
@@ -45,6 +45,7 @@ class RND1Sampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     aliases: ClassVar[Mapping[str, str]] = {"num_diffusion_steps": "steps"}
     published_names: ClassVar[tuple[str, ...]] = tuple(aliases)
+    presets: ClassVar[Presets] = {"fast": {"eb_gamma": 0.1}, "careful": {"eb_gamma": None, "steps": 1024}}
 
     gen_length: int = parameter(256)
     temperature: float = parameter(0.1)

@@ -34,7 +34,7 @@ from dlm_bridge.generation.commit_rules import (
     truncate_schedule,
 )
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
@@ -50,6 +50,10 @@ class SDARSampler(Sampler):
         **Sampler.aliases, "confidence_threshold": "threshold", "denoising_steps": "steps",
     }  # fmt: skip
     model_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {
+        "fast": {"remasking_strategy": "low_confidence_dynamic", "threshold": 0.7},
+        "careful": {"remasking_strategy": "low_confidence_static", "steps": None},
+    }
 
     temperature: float = parameter(1.0)
     block_length: int = parameter(4)

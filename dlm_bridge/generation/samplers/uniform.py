@@ -37,7 +37,7 @@ from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.request import MASK
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.noise import NoiseProcess, random_tokens
@@ -53,6 +53,7 @@ class UniformSampler(Sampler):
     needs_mask: ClassVar[bool] = False
     takes_commit_rule: ClassVar[bool] = False
     noise_processes: ClassVar[tuple[NoiseName, ...]] = ("uniform", "hybrid")
+    presets: ClassVar[Presets] = {"fast": {"steps": 64}, "careful": {"steps": 512}}
 
     temperature: float = parameter(1.0)
     steps: int = parameter(128, "Denoising steps in total.")

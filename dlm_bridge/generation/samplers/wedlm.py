@@ -27,7 +27,7 @@ from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import TokenSampling
 
 
@@ -38,6 +38,10 @@ class WeDLMSampler(Sampler):
     name: ClassVar[str] = "wedlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     shifted: ClassVar[bool | None] = False
+    presets: ClassVar[Presets] = {
+        "fast": {"wedlm_entropy_threshold": 0.6},
+        "careful": {"wedlm_entropy_threshold": None},
+    }
 
     gen_length: int = parameter(64)
     temperature: float = parameter(0.2)

@@ -32,6 +32,7 @@ from dlm_bridge.parallel.train.schedule import connect_schedule
 from dlm_bridge.parallel.train.settings import check_settings
 from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
+from dlm_bridge.terminal import loading
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.output import RunEnd
@@ -181,9 +182,10 @@ def build_trained_model(
         weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
         # Layers that FSDP shards one by one: no GPU ever holds them all.
         unallocated = config.parallel.fsdp == "optim_grads_params" and not config.precision.fp8_params
-        chunks = build_megatron_model(
-            weights, layout, dtype, context, load_weights, unallocated, value_head, **overrides
-        )
+        with loading(config.model.model):
+            chunks = build_megatron_model(
+                weights, layout, dtype, context, load_weights, unallocated, value_head, **overrides
+            )
         factors = None if adapter is None else adapter.add(chunks)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)

@@ -20,7 +20,7 @@ from dlm_bridge.convert.lora import open_adapter
 from dlm_bridge.convert.lora.experts import expert_modules
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
 from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.files.atomic import atomic_file, disk_errors
 from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.initialisation import Normal, initialise
@@ -107,8 +107,8 @@ class LoraRun:
         numbers = factor_parameters(self.base, self.modules, self.rank, self.dora)
         return (
             f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}, in "
-            f"{len(set(self.modules.values()))} linear layers "
-            f"({', '.join(kinds)}): {numbers:,} parameters are trained"
+            f"{counted(len(set(self.modules.values())), 'linear layer')} "
+            f"({', '.join(kinds)}): {counted(numbers, 'parameter is', 'parameters are')} trained"
         )
 
     def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ LENGTHS = ("steps", "epochs", "tokens")  # the length of a run is one of them
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 DYNAMIC_CP = (
     "megatron-core's dynamic context parallelism needs batches of its own, without masks: pack rows, and use the "
     'smallest `cp` at which one fits (docs/megatron.md, "Documents of very different lengths")'
@@ -426,6 +426,11 @@ class CheckpointOptions:
     output: str = option("", "Folder of the run.", aliases=("output_dir",), common=True)
     save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0, common=True)
     save_steps: str | None = option(None, "Additional steps of checkpoints, such as 10,50.")
+    push_to_hub: str | None = option(
+        None, "Hub repository (owner/name) to which the last checkpoint is uploaded when the run has finished.",
+        aliases=("hub_model_id",), common=True,
+    )  # fmt: skip
+    hub_private: bool = option(False, "Create the repository as private.", needs=("push_to_hub", None))
     keep_last: int = option(
         0, "Number of checkpoints to keep; 0: all.", minimum=0, aliases=("save_total_limit",), common=True
     )
@@ -481,8 +486,17 @@ class LoggingOptions:
         tasks=TRAINING,
     )  # fmt: skip
     trackers: str | None = option(
-        None, "tensorboard, wandb, both (with a comma) or none.", aliases=("report_to",), common=True
-    )
+        None, "tensorboard, wandb, trackio, mlflow, several (with commas) or none.", aliases=("report_to",),
+        common=True,
+    )  # fmt: skip
+    tracker_project: str | None = option(
+        None, "Project (MLflow: experiment) of the trackers. Default: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, or "
+        "dlm-bridge.", aliases=("wandb_project",),
+    )  # fmt: skip
+    run_name: str | None = option(
+        None, "Name of the run in the trackers. Default: WANDB_NAME or MLFLOW_RUN_NAME, or the name of --output.",
+        aliases=("wandb_exp_name",),
+    )  # fmt: skip
     straggler_interval: int = megatron_option(
         0, "Steps between reports of the slowest rank; 0: no reports.", minimum=0, tasks=TRAINING
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.cli.train import (
     START_OPTIONS,
     TrainingCommand,
@@ -34,7 +35,7 @@ Example:
   dlm-bridge rl --model run/checkpoints/step-0001000 --data problems.jsonl --output rl --method diffu-grpo
   --reward countdown --gen-length 64 --seq-length 256
 
-On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli rl ...
+On several processes: dlm-bridge rl --nproc-per-node 2 ... (on several nodes: torchrun)
 """
 DATA = "Rows: JSONL, parquet, a folder or glob of them, or a dataset. May be repeated."
 BATCH = "Completions, or pairs, per step, over all processes."
@@ -60,4 +61,4 @@ def _command() -> Callable[..., None]:
         exit_if_stopped(config, train(config, resume, run_console()))
 
     helps = {"data": DATA, "global_batch_size": BATCH, "seq_length": SEQUENCE}
-    return with_options(command, RLConfig, "rl", helps, START_OPTIONS)
+    return with_processes(with_options(command, RLConfig, "rl", helps, START_OPTIONS))

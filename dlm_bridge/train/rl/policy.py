@@ -252,7 +252,7 @@ class PolicyTrainer(RLTrainer[Problem]):
     def _warn_of_idle_groups(self, idle_groups: float) -> None:
         """Warn when most groups have been idle for IDLE_STEPS steps, or for the whole of a shorter run."""
         self.idle_steps = self.idle_steps + 1 if idle_groups > 0.5 else 0
-        if self.main and self.idle_steps == min(IDLE_STEPS, self.config.schedule.steps):
+        if self.main and self.idle_steps == min(IDLE_STEPS, self.config.schedule.last_step):
             self.console.print(
                 f"warning: nothing is learned from {idle_groups:.0%} of the prompts, whose completions all have the "
                 "same reward (idle_groups). Use a reward with more levels, prompts that are neither too easy nor too "

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlm_bridge.errors import RowError, SettingError
+from dlm_bridge.errors import RowError, SettingError, counted
 from dlm_bridge.processes import end_with_parent, signals_blocked
 from dlm_bridge.train.rl.rewards import REWARDS
 
@@ -240,7 +240,8 @@ def answer_request(function: Callable[..., Any], request: dict[str, Any]) -> dic
     except Exception as error:  # whatever a reward raises
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")}
     if len(rewards) != len(request["completions"]):
-        return {"error": f"it gave {len(rewards)} rewards for {len(request['completions'])} completions"}
+        wanted = counted(len(request["completions"]), "completion")
+        return {"error": f"it gave {counted(len(rewards), 'reward')} for {wanted}"}
     if any(reward != reward or reward in (float("inf"), float("-inf")) for reward in rewards):
         return {"error": "it gave a reward that is not a finite number"}
     return {"rewards": rewards}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from dlm_bridge.errors import rows_named
+from dlm_bridge.errors import counted, rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.offline import open_engine
 from dlm_bridge.generation.request import MASK, Ended, Failed, Request
@@ -77,7 +77,7 @@ class Rollouts:
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
         begin, end = (len(repeated) * rank // self.ranks.processes for rank in (self.ranks.rank, self.ranks.rank + 1))
-        own = self._complete(model, repeated[begin:end], samples[begin:end], step, self.temperature)
+        own = self.complete(model, repeated[begin:end], samples[begin:end], step, self.temperature)
         parts = self.ranks.gather((own, self._scores(own, repeated[begin:end])))
         completed = [one for rows, _ in parts for one in rows]
         scores = RewardScores.joined([found for _, found in parts])
@@ -94,10 +94,10 @@ class Rollouts:
 
     def answer(self, model: Any, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
         """Complete each problem once, greedily. Returns the texts and their scores."""
-        completed = self._complete(model, problems, list(range(len(problems))), 0, 0.0)
+        completed = self.complete(model, problems, list(range(len(problems))), 0, 0.0)
         return [one.text for one in completed], self._scores(completed, problems)
 
-    def _scores(self, completed: Sequence[_Completed], problems: Sequence[Problem]) -> RewardScores:
+    def _scores(self, completed: Sequence[Completion], problems: Sequence[Problem]) -> RewardScores:
         if not problems:
             return RewardScores([], {function.name: [] for function in self.reward_workers.functions}, 0)
         return self.reward_workers(
@@ -105,9 +105,9 @@ class Rollouts:
         )
 
     @torch.no_grad()
-    def _complete(
+    def complete(
         self, model: Any, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
-    ) -> list[_Completed]:
+    ) -> list[Completion]:
         """Complete this process's problems (any number). Processes that share a model call it together."""
         own = [(problem.input_ids, sample) for problem, sample in zip(problems, samples, strict=True)]
         shares = self.samplers.gather(own)
@@ -143,7 +143,7 @@ class Rollouts:
             yield rows
         except torch.OutOfMemoryError as error:
             raise no_room(
-                f"{rows} rows at once, of which {plan.described}",
+                f"{counted(rows, 'row')} at once, of which {plan.described}",
                 rows * plan.row,
                 plan.free,
                 f"sample fewer at once (`rollout_batch_size`); or {self.remedy}",
@@ -154,11 +154,11 @@ class Rollouts:
 
     def _sampled(
         self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
-    ) -> list[_Completed]:
+    ) -> list[Completion]:
         """Complete (prompt, seed) rows, `size` of them at once."""
         settings = {"temperature": temperature, **self.sampler}
         length = max(len(prompt) for prompt, _ in rows) + self.gen_length
-        found = [_Completed(prompt) for prompt, _ in rows]
+        found = [Completion(prompt) for prompt, _ in rows]
         with _only_ends(model) if self.autoregressive else contextlib.nullcontext():
             engine = open_engine(model, self.tokenizer, settings, max_rows=size, max_length=length, record=True)
             for number, (prompt, seed) in enumerate(rows):
@@ -194,7 +194,7 @@ def _only_ends(model: Any) -> Iterator[None]:
 
 
 @dataclass
-class _Completed:
+class Completion:
     prompt: list[int]
     # [N]; N is gen_length for a diffusion model, with mask tokens where nothing was committed
     tokens: torch.Tensor = field(init=False)
@@ -223,7 +223,7 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> to
     return centred.reshape(-1)
 
 
-def _sequences(rows: Sequence[_Completed]) -> Sequences:
+def _sequences(rows: Sequence[Completion]) -> Sequences:
     """Sequences of prompts and completions, padded on the right."""
     width = max(len(row.prompt) + len(row.tokens) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 
-from dlm_bridge.errors import NonFiniteError, SettingError
+from dlm_bridge.errors import NonFiniteError, SettingError, counted
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.replicas import ALONE, Replicas
@@ -279,7 +279,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return (step - 1) * self.config.data.global_batch_size + self.processes.replica * self.per_replica
 
     def announce(self, step: int, layout: str = "") -> None:
-        self.print_summary(step, f"{len(self.rows):,} rows, {len(self.valid):,} held out", layout)
+        self.print_summary(step, f"{counted(len(self.rows), 'row')}, {len(self.valid):,} held out", layout)
 
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
         config, began = self.config, time.perf_counter()
