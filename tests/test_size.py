@@ -14,7 +14,7 @@ import walk
 # - 34,306: aliases and overrides of options, `--help-all`, a model first in every command.
 # - 34,029: settings declared once, errors with a field (lowered).
 # - 34,690: several nodes: how ranks meet, a locked and shared output folder, checkpoints as all ranks see them.
-# - 35,750: length, precision and learning rate by default, early stopping, the summary of a run, trackers and a push at
+# - 35,750: length, precision and learning rate by default, early stopping, a run's summary, trackers, a push at
 #   its end, --nproc-per-node, presets, -v and -q, .metadata written without torch.distributed.
 CORE = 35_750
 
