@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlm_bridge import Bridge
 from dlm_bridge.errors import WorkerError
 from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
@@ -50,3 +51,14 @@ def test_one_line_names_the_signal(
     found = [path.name for path in (output / "checkpoints").iterdir() if "iter_0" in path.name]
     assert found == ["iter_0000002"]
     assert without_speed(on_megatron(output, resume=True, async_save=background, **OPTIONS)) == without_speed(rows)
+
+
+def test_results_of_a_failed_save_are_not_the_next_ones(tmp_path: Path, on_megatron: Run) -> None:
+    """All saves of a process have one queue."""
+    from dlm_bridge.parallel import mcore_compat
+
+    short = OPTIONS | {"steps": 2}
+    on_megatron(tmp_path / "first", **short)
+    mcore_compat.saving(False).writers._results_queue.put({})
+    on_megatron(tmp_path / "second", **short)
+    assert Bridge.from_megatron(tmp_path / "second" / "checkpoints").hub_names()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,12 +55,11 @@ class Running:
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
     """Wait for something that another thread does."""
-    pause = threading.Event()
-    for _ in range(PATIENCE_S * 20):
-        if true():
-            return
-        pause.wait(0.05)
-    pytest.fail(f"never: {what}")
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {PATIENCE_S} s: {what}")
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from dlm_bridge.train.setup import (
     resolve_objective,
     start_run,
     training_errors,
+    with_precision,
     with_seq_length,
     write_config,
 )
@@ -121,6 +122,7 @@ def assemble(
 
     Raises DlmBridgeError.
     """
+    config = with_precision(config)
     check_data(config)
     mcore_config.check_mcore_config(config)
 
