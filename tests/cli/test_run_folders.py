@@ -120,7 +120,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
 
 
 def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:
-    flags = {"data": ["mock"], "output": "x", "lora_rank": 0}
+    flags = {"data": ["mock"], "output": "x", "lora_rank": 0, "steps": 1}
     config = load_config({**flags, "model": str(runs["accelerate"]), "adapter": str(runs["adapter"])})
     assert config.model.model == str(runs["accelerate"] / "checkpoints/step-0000004")
     assert config.model.adapter == str(runs["adapter"] / "checkpoints/step-0000004")

@@ -127,7 +127,7 @@ def test_a_window_too_long_to_pass_is_said(said: dict[str, Any]) -> None:
     logits = verdict(said, "too-long", 0)["logits"]
     assert logits["positions"] == 32
     (note,) = logits["notes"]
-    assert "1048576" in note
+    assert "1,048,576" in note
 
 
 def test_nothing_of_megatron_core_is_left_behind(said: dict[str, Any]) -> None:

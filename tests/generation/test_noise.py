@@ -190,7 +190,7 @@ def test_rows_have_seeds_of_their_own(model: Any) -> None:
     [
         ({"seed": [1, "2"]}, "'2'"),
         ({"seed": 1, "generator": torch.Generator()}, "`generator`"),
-        ({"generator": [torch.Generator()]}, "1 generators for 2 rows"),
+        ({"generator": [torch.Generator()]}, "1 generator for 2 rows"),
         ({"generator": []}, "torch.Generator"),
         ({"generator": 5}, "torch.Generator"),
         ({"generator": [torch.default_generator] * 2}, "twice"),

@@ -241,6 +241,7 @@ class Files:
             "data": [str(self.corpus)],
             "output": str(self.root / "run"),
             "objective": subject.objective,
+            "precision": "fp32",
             "steps": 1,
             "global_batch_size": SAMPLES,
             "micro_batch_size": 1,

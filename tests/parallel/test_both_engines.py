@@ -84,6 +84,7 @@ def test_wandb_has_every_step_through_accelerates_tracker(
     AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
     (tmp_path / "wandb.py").write_text(f"FILE = {str(tmp_path / 'logged')!r}\n{WANDB}")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
     assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
     monkeypatch.delitem(sys.modules, "wandb")

@@ -30,7 +30,7 @@ OTHERS = {
     *("--requeue", "--gpus-per-task", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
     *("--cluster", "--json", "--prefix", "--cpu"),  # of env, torchfrtrace and accelerate launch
     *("--build-arg", "--tag"),  # of docker
-    *("--device-map", "--jsonl", "--overwrite", "--prompt", "--tp-plan"),  # of other commands
+    *("--device-map", "--jsonl", "--overwrite", "--processes", "--prompt", "--tp-plan"),  # of other commands
     *("--kill-on-bad-exit", "--ntasks"),  # of srun
 }
 COLUMNS = {

@@ -94,6 +94,7 @@ def test_what_is_refused(tmp_path: Path, on_megatron: Run, files: Files) -> None
     from dlm_bridge.parallel.train.mcore_config import optimizer_config
 
     given: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "engine": "megatron", "ema_decay": 0.9}
+    given["precision"] = "fp32"
     for changes, field in (
         ({"fsdp": "optim_grads_params"}, "fsdp"),
         ({"local_folder": "l", "local_interval": 1}, "local_folder"),
@@ -101,7 +102,7 @@ def test_what_is_refused(tmp_path: Path, on_megatron: Run, files: Files) -> None
         ({"lora_rank": 2}, "ema_decay"),
     ):
         with refused(SettingError, field):
-            TrainConfig.from_flags(**given, **changes)
+            TrainConfig.from_flags(**(given | changes))
     inside = TrainConfig.from_flags(**given, megatron=["optimizer.use_precision_aware_optimizer=true"])
     with refused(SettingError, "ema_decay"):
         optimizer_config(inside)

@@ -23,7 +23,7 @@ from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-MUON = {"engine": "megatron", "optimizer": "muon", "distributed_optimizer": False}
+MUON = {"engine": "megatron", "precision": "fp32", "optimizer": "muon", "distributed_optimizer": False}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "attn_out"}
 MOVED = {  # by Muon; an epsilon of 1 leaves AdamW's where they are
     "masked": {*ATTENTION, "ff_proj", "up_proj", "ff_out"},

@@ -56,7 +56,7 @@ def test_trackers_have_a_figure_per_layer(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("accelerate.PartialState", lambda: None)
     logged: list[dict[str, Any]] = []
     trackers = Trackers(TrainConfig.from_flags(model="m", data=["d"], output="o"), tmp_path)
-    trackers.trackers = [SimpleNamespace(log=lambda values, step: logged.append(values))]
+    trackers.trackers = {"one": SimpleNamespace(log=lambda values, step: logged.append(values))}
     row = StepMetrics(1, 2.0, 1.0, 0.1, 8, 5.0, 5.0, None, param_norm=3.0, layer_grad_norms={"0": 4.0, "head": None})
     trackers.log(row)
     trackers.log(dataclasses.replace(row, param_norm=None, layer_grad_norms=None))

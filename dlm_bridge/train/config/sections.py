@@ -428,12 +428,10 @@ class CheckpointOptions:
     save_steps: str | None = option(None, "Additional steps of checkpoints, such as 10,50.")
     push_to_hub: str | None = option(
         None, "Hub repository (owner/name) to which the last checkpoint is uploaded when the run has finished.",
-        aliases=("hub_model_id",), common=True,
+        aliases=("hub_model_id",),
     )  # fmt: skip
     hub_private: bool = option(False, "Create the repository as private.", needs=("push_to_hub", None))
-    keep_last: int = option(
-        0, "Number of checkpoints to keep; 0: all.", minimum=0, aliases=("save_total_limit",), common=True
-    )
+    keep_last: int = option(0, "Number of checkpoints to keep; 0: all.", minimum=0, aliases=("save_total_limit",))
     stopped_exit_code: int = option(
         0,
         "Exit code of a run that stopped early, by SIGTERM or --exit-duration, such as 75 for a scheduler.",
