@@ -111,9 +111,9 @@ def starts_from_an_imported_checkpoint(files: Files, cell: Cell) -> None:
 
 def masters_are_as_stored(files: Files, cell: Cell, **changes: Any) -> None:
     """In half precision the optimizer's fp32 weights begin with the checkpoint's, bit for bit."""
-    options = files.options(cell, optimizer="adamw", **changes)
+    options = files.options(cell, optimizer="adamw", precision="bf16", **changes)
     _fit_groups(options)
-    config = TrainConfig.from_flags(**options, precision="bf16")
+    config = TrainConfig.from_flags(**options)
     trainer = assembly.assemble(config, Console(quiet=True))
     trainer.close()
     source = trainer.source.bridge.checkpoint
