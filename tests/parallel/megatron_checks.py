@@ -208,10 +208,10 @@ def crashes_while_a_save_is_written(files: Files, name: str, step: int, **change
 
     publish = CheckpointManager._publish
 
-    def crashing(self: CheckpointManager, folder: Path, number: int) -> None:
+    def crashing(self: CheckpointManager, folder: Path, number: int, *more: Any) -> None:
         if number == step:
             raise CrashError
-        publish(self, folder, number)
+        publish(self, folder, number, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointManager, "_publish", crashing)
