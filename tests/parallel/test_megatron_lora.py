@@ -170,10 +170,11 @@ def test_magnitudes_of_a_model_in_half_precision_are_fp32(
     base = files.hub("masked")
     options |= {"lora_rank": RANK, "lora_dora": True, "steps": 4, "save_interval": 2, "eval_interval": 4}
     exact = on_megatron(tmp_path / "exact", **options)
-    rows = on_megatron(tmp_path / "whole", **options, precision="bf16")
+    options["precision"] = "bf16"
+    rows = on_megatron(tmp_path / "whole", **options)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in exact], rel=0.02)
-    on_megatron(tmp_path / "resumed", **{**options, "steps": 2}, precision="bf16")
-    on_megatron(tmp_path / "resumed", resume=True, **options, precision="bf16")
+    on_megatron(tmp_path / "resumed", **{**options, "steps": 2})
+    on_megatron(tmp_path / "resumed", resume=True, **options)
     found, wanted = (factors(tmp_path / name / "checkpoints", base) for name in ("resumed", "whole"))
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert {(part, tensor.dtype) for (_, part), tensor in found.items()} == {
@@ -186,6 +187,7 @@ def test_magnitudes_of_a_model_in_half_precision_are_fp32(
     back = factors(tmp_path / "peft", base)
     assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
     more = {**options, "lora_rank": 0, "lora_dora": False, "adapter": str(tmp_path / "peft"), "steps": 1}
+    more["precision"] = "fp32"
     (row,), (theirs,) = on_megatron(tmp_path / "more", **more), run(tmp_path / "accelerate", **more)
     assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
