@@ -345,6 +345,7 @@ def is_not_there(root: Path, name: str, **changes: Any) -> None:
     dist.barrier()
     with refused(SettingError, "value_model", name):
         train_run(root, name, "value-model", resume=True, engine="megatron", **changes)
+    dist.barrier()  # the first rank's lock is gone
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
