@@ -186,8 +186,7 @@ def training_errors(
 ) -> Callable[Concatenate[Config, bool, Rest], RunEnd]:
     """Decorator of functions that train a configuration, resumed or not. The processes of the job meet, and share the
     output folder. They watch each other (`ranks.Watchdog`): a lost one is a WorkerError, and an error of one rank ends
-    all. The last checkpoint of a finished run is uploaded
-    to `push_to_hub`."""
+    all. A finished run is uploaded to `push_to_hub`; see `publish`."""
 
     @functools.wraps(train)
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:

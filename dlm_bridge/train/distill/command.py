@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.cli.train import (
     RESUME,
     SFT_DATA,
@@ -31,7 +32,7 @@ Example:
   dlm-bridge distill --model smollm2-dlm --data prompts.jsonl --output run --on-policy --gen-length 128 --lora-rank 64
   --steps 500
 
-On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli distill ...
+On several processes: dlm-bridge distill --nproc-per-node 2 ... (on several nodes: torchrun)
 """
 
 
@@ -49,4 +50,4 @@ def register(app: typer.Typer) -> None:
 
     helps = {"data": f"{SFT_DATA} With --on-policy only their prompts are read."}
     options = with_options(command, DistillConfig, TASK, helps, {"resume": (RESUME, False)})
-    app.command("distill", cls=TrainingCommand, help=HELP)(options)
+    app.command("distill", cls=TrainingCommand, help=HELP)(with_processes(options))
