@@ -87,7 +87,9 @@ def test_the_text_is_the_bases_own(trained: Path, base: Path) -> None:
     settings = {"gen_length": 16, "temperature": 0.0, "eos_token_id": None, "pad_token_id": 0}
     wanted = plain.generate(ids, attention_mask=real, **settings)
     for cache in ("none", "block"):
-        assert torch.equal(model.generate(ids, attention_mask=real, cache=cache, **settings), wanted)
+        for drafts in ({}, {"gen_block_size": 3, "mask_tails": True}):
+            found = model.generate(ids, attention_mask=real, cache=cache, **drafts, **settings)
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.slow
