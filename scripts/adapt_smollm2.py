@@ -17,8 +17,8 @@ next forward pass. Stages, each of which needs those before it (`adapter` needs 
     adapter   the recipe on the untouched SmolLM2, with a small adapter, for any prompt
     draw      the picture of what is measured
 
-Every figure is printed as a line of JSON as soon as it is known, and stands in --output/results. What is in --output is
-not done again, and what was cut off goes on: `--seconds` limits one call. A token before the end of the text counts;
+Every figure is printed as a line of JSON as soon as it is known, and stands in --output/results. What is in --output
+is not done again, and what was cut off goes on: `--seconds` limits one call. A token before the end of the text counts;
 so does every forward pass of its row, with the one over the prompt.
 """
 
@@ -117,7 +117,7 @@ PRESETS = {
 }
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The call's time is used up."""
 
 
@@ -148,7 +148,7 @@ class Work:
 
     def need(self, seconds: float) -> None:
         if self.left() < seconds:
-            raise OutOfTime
+            raise OutOfTimeError
 
     def kept(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What results/`name`.json holds; computed, written and printed where it is not there yet."""
@@ -198,7 +198,7 @@ def main() -> int:
             began = time.monotonic()
             globals()[f"stage_{stage}"](work)
             say({"stage": stage, "seconds": round(time.monotonic() - began, 1)})
-    except OutOfTime:
+    except OutOfTimeError:
         say({"stopped": "the time of this call is over: the same command goes on"})
     return 0
 
@@ -506,7 +506,7 @@ def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any
         before = len(metrics(run))
         done = subprocess.run(command("sft", *words), check=False)
         if done.returncode == STOPPED:
-            raise OutOfTime
+            raise OutOfTimeError
         if done.returncode == 0:
             break
         if attempt or eager.exists() or len(metrics(run)) > before:
@@ -640,11 +640,18 @@ def sample(
                 done[event.name] = dict(zip(("row", "tokens", "reason", "forwards"), facts, strict=True))
                 lines.write(json.dumps(done[event.name]) + "\n")
                 if work.left() < 5 and len(done) < len(prompts):
-                    raise OutOfTime
+                    raise OutOfTimeError
         new = [row for number, row in enumerate(done.values()) if number >= before]
         seconds = time.monotonic() - began
         tokens = sum(len(row["tokens"]) for row in new)
-        say({"sampled": file.name, "rows": len(new), "seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds)})
+        say(
+            {
+                "sampled": file.name,
+                "rows": len(new),
+                "seconds": round(seconds, 1),
+                "tokens_per_s": round(tokens / seconds),
+            }
+        )
     return [done[number] for number in range(len(prompts))]
 
 
@@ -672,9 +679,7 @@ def decode(work: Work, found: Sequence[dict[str, Any]]) -> list[str]:
     return [tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in found]
 
 
-def write_recorded(
-    file: Path, prompts: Sequence[Sequence[int]], found: Sequence[dict[str, Any]]
-) -> dict[str, int]:
+def write_recorded(file: Path, prompts: Sequence[Sequence[int]], found: Sequence[dict[str, Any]]) -> dict[str, int]:
     """Write sampled answers as rows of tokens that `sft` reads, each different one of a prompt once."""
     rows, seen = [], set()
     for prompt, row in zip(prompts, found, strict=True):
@@ -946,7 +951,9 @@ def draw(results: Path, file: Path) -> None:
             capsize=3,
             label="autoregressive twin" if name == "twin" else label,
         )
-    axes.set(xlabel="tokens per forward pass", ylabel="right answers, %", title="SmolLM2-135M on GSM8K's test problems")
+    axes.set(
+        xlabel="tokens per forward pass", ylabel="right answers, %", title="SmolLM2-135M on GSM8K's test problems"
+    )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -340,7 +340,9 @@ class SpeculativePredictor(RowCachePredictor):
             before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
             stop = -(-(max(before) + width) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
             cached_AQ = columns_from(before, width, own_AQ.device)
-            mask = layout.mask(cached_AQ, torch.ones(1, min(stop, self.canvas.cache_width), device=own_AQ.device).bool())
+            mask = layout.mask(
+                cached_AQ, torch.ones(1, min(stop, self.canvas.cache_width), device=own_AQ.device).bool()
+            )
             positions_AQ = cached_AQ[:, :1] + layout.offsets
             return CanvasView(tokens_AQ, mask, positions_AQ, end=mask.shape[-1], columns=cached_AQ)
         stop = max(firsts) + width
