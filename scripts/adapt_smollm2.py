@@ -17,9 +17,9 @@ next forward pass. Stages, each of which needs those before it (`adapter` needs 
     adapter   the recipe on the untouched SmolLM2, with a small adapter, for any prompt
     draw      the picture of what is measured
 
-Every figure is printed as a line of JSON as soon as it is known, and stands in --output/results. What is in --output
-is not done again, and what was cut off goes on: `--seconds` limits one call. A token before the end of the text counts;
-so does every forward pass of its row, with the one over the prompt.
+Every figure is printed as a line of JSON once it is known, and stands in --output/results. What is in --output is not
+done again, and what was cut off goes on: `--seconds` limits one call. Every token before the end of a text counts, and
+every forward pass of its row, with the one over the prompt.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ class Preset:
     epochs: int = 10
     rates: tuple[float, ...] = (1e-4, 3e-4, 6e-4)  # of the twin
     rows: int = 32  # packed rows of a step of the twin
-    draft_rows: int = 64  # of a step of the drafts
-    draft_batch: int = 32  # of a forward pass
+    draft_rows: int = 48  # of a step of the drafts
+    draft_batch: int = 16  # of a forward pass
+    draft_length: int = 640  # tokens of their rows: the longest question, and its answer
     length: int = 512  # tokens of a packed row
     dev: int = 500  # training problems set aside
     train: int | None = None  # training problems; None: all others
@@ -82,7 +84,8 @@ class Preset:
     batch: int = 1024  # rows that are sampled together
     test_batch: int = 256
     precision: str = "bf16"
-    blocks: tuple[int, ...] = (4, 8)
+    blocks: tuple[int, ...] = (8, 4)
+    fewer: tuple[int, ...] = (4, 6)  # tokens of a pass for which the first drafts are measured too
     speeds: tuple[int, ...] = (1, 16, 128)
     singles: int = 8  # prompts, one after the other, for the speed of one
     device: str | None = None
@@ -90,13 +93,15 @@ class Preset:
 
 PRESETS = {
     "gpu": Preset(),
-    "quick": Preset(epochs=5, rates=(3e-4,), test=256, samples=1, draft_steps=300, adapter_steps=300, blocks=(4,)),
+    "quick": Preset(epochs=5, rates=(3e-4,), test=256, samples=1, draft_steps=300, adapter_steps=300, blocks=(8,)),
     "cpu": Preset(
         epochs=2,
         rates=(1e-3,),
         rows=4,
         draft_rows=4,
         draft_batch=4,
+        draft_length=160,
+        fewer=(3,),
         length=128,
         dev=3,
         train=12,
@@ -299,9 +304,7 @@ def dev_accuracy(work: Work, checkpoint: Path) -> dict[str, Any]:
 
 def stage_answers(work: Work) -> None:
     """answers.jsonl: the twin's own texts for all training problems, as tokens."""
-    preset, folder = work.preset, work.root / "twin-idlm"
-    if not (folder / "config.json").exists():
-        convert(work.twin, folder, 1)
+    preset, folder = work.preset, converted(work.twin, work.root / "twin-idlm", 1)
 
     def compute() -> dict[str, Any]:
         prompts = prompts_of(work, conversations(work, "train"))
@@ -317,7 +320,9 @@ def stage_answers(work: Work) -> None:
             top_k=None,
             top_p=None,
         )
-        counts = write_recorded(work.root / "answers.jsonl", prompts * (1 + preset.samples), [*greedy, *drawn])
+        counts = write_recorded(
+            work.root / "answers.jsonl", prompts * (1 + preset.samples), [*greedy, *drawn], preset.draft_length
+        )
         return {"greedy": len(greedy), "sampled": len(drawn), **counts}
 
     work.kept("answers", compute)
@@ -327,9 +332,7 @@ def stage_drafts(work: Work) -> None:
     """drafts-N: adapters at masks only, on the twin in the form of N - 1 masks after a token."""
     preset = work.preset
     for block in preset.blocks:
-        base = work.root / f"twin-idlm-{block}"
-        if not (base / "config.json").exists():
-            convert(work.twin, base, block - 1)
+        base = converted(work.twin, work.root / f"twin-idlm-{block}", block - 1)
         options = draft_options(preset, RANK, preset.draft_lr, preset.draft_steps)
         train(work, f"drafts-{block}", base, work.root / "answers.jsonl", options, saves=4)
 
@@ -345,30 +348,34 @@ def stage_measure(work: Work) -> None:
 
     first = precisions[0]
     work.kept("measured-twin", lambda: correctness(work, rows, twin(first)))
-    for precision in precisions:
-        for block in preset.blocks:
-            drafts = newest(work, f"drafts-{block}")
-            for tails in (True, False):
-                if precision != first and not tails:
-                    continue  # the text does not depend on the tails
-                name = f"drafts-{block}-{'tails' if tails else 'strided'}-{precision}"
+    # Drafts for N tokens a pass are also drafts for fewer. The text does not depend on any of this.
+    ways = [(precision, block, block, True) for precision in precisions for block in preset.blocks]
+    ways += [(first, block, block, False) for block in preset.blocks]
+    ways += [(first, preset.blocks[0], fewer, True) for fewer in preset.fewer if fewer < preset.blocks[0]]
+    for precision, block, size, tails in ways:
+        name = f"drafts-{block}-n{size}-{'tails' if tails else 'strided'}-{precision}"
+        own = partial(twin, precision)
+        work.kept(
+            f"measured-{name}", partial(measure, work, block, size, tails, precision, own, folder / f"{name}.jsonl")
+        )
 
-                def compute(name: str = name, tails: bool = tails, drafts: Path = drafts, precision: str = precision):
-                    found = sample(
-                        work,
-                        drafts,
-                        prompts,
-                        folder / f"{name}.jsonl",
-                        precision,
-                        preset.test_batch,
-                        mask_tails=tails,
-                        block_length=None,
-                    )
-                    own = twin(precision)
-                    compared = compare(work, work.twin, prompts, own, found, precision)
-                    return {**correctness(work, rows, found, own), **compared}
 
-                work.kept(f"measured-{name}", compute)
+def measure(
+    work: Work,
+    block: int,
+    size: int,
+    tails: bool,
+    precision: str,
+    twin: Callable[[], list[dict[str, Any]]],
+    file: Path,
+) -> dict[str, Any]:
+    """Figures of the drafts for `block` tokens a pass, used for `size`."""
+    rows, settings = conversations(work, "test"), {"mask_tails": tails, "block_length": size}
+    prompts, drafts = prompts_of(work, rows), newest(work, f"drafts-{block}")
+    found = sample(work, drafts, prompts, file, precision, work.preset.test_batch, **settings)
+    own = twin()
+    compared = compare(work, work.twin, prompts, own, found, precision)
+    return {"most": size, "tails": tails, **correctness(work, rows, found, own), **compared}
 
 
 def stage_speed(work: Work) -> None:
@@ -379,7 +386,7 @@ def stage_speed(work: Work) -> None:
         for block in preset.blocks
         for tails in (True, False)
     ]
-    ways.append(("twin-engine", work.root / "twin-idlm", {"block_length": 2}))
+    ways.append(("twin-engine", converted(work.twin, work.root / "twin-idlm", 1), {"block_length": 2}))
     if preset.precision == "bf16":  # a GPU
         ways += [(f"{name}-compiled", place, {**own, "execution": "compiled"}) for name, place, own in ways[:1]]
     for count in preset.speeds:
@@ -392,9 +399,7 @@ def stage_speed(work: Work) -> None:
 
 def stage_adapter(work: Work) -> None:
     """results/adapter: drafts of the published model itself, small enough to travel with a package."""
-    preset, base = work.preset, work.root / "smollm2-idlm"
-    if not (base / "config.json").exists():
-        convert(work.base, base, ADAPTER_BLOCK - 1)
+    preset, base = work.preset, converted(work.base, work.root / "smollm2-idlm", ADAPTER_BLOCK - 1)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(work.base)
@@ -430,11 +435,10 @@ def stage_adapter(work: Work) -> None:
         prompts = encoded("prompts")
         file = work.root / "adapter" / "texts.jsonl"
         found = sample(work, base, prompts, file, preset.precision, preset.batch, block_length=2)
-        return write_recorded(work.root / "adapter" / "answers.jsonl", prompts, found)
+        return write_recorded(work.root / "adapter" / "answers.jsonl", prompts, found, preset.draft_length)
 
     work.kept("adapter-answers", answer)
     options = draft_options(preset, ADAPTER_RANK, preset.adapter_lr, preset.adapter_steps)
-    options["seq-length"] = max(preset.length, 640)  # the longest question, and its answer
     train(work, "adapter-run", base, work.root / "adapter" / "answers.jsonl", options, saves=4)
     folder = work.results / "adapter"
     work.kept("adapter-file", lambda: pack_adapter(newest(work, "adapter-run"), folder, base))
@@ -468,6 +472,7 @@ def stage_draw(work: Work) -> None:
 
 def draft_options(preset: Preset, rank: int, rate: float, steps: int) -> dict[str, Any]:
     return {
+        "seq-length": preset.draft_length,
         "objective": "idlm",
         "lora-rank": rank,
         "lora-mask-only": True,
@@ -480,7 +485,7 @@ def draft_options(preset: Preset, rank: int, rate: float, steps: int) -> dict[st
 
 
 def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any], saves: int) -> None:
-    """`dlm-bridge sft`, or what is left of it. A run that fails before its first step runs again without torch.compile."""
+    """`dlm-bridge sft`, or what is left of it. If it fails before its first step, it runs without torch.compile."""
     run, preset = work.root / name, work.preset
     if (work.results / f"{name}.json").exists():
         return
@@ -557,6 +562,13 @@ def convert(source: Path, folder: Path, masks: int, dtype: str = "keep") -> None
     from dlm_bridge.convert.to_dlm import convert_to_dlm
 
     convert_to_dlm(source, folder, mask_token=MASK, to="idlm", block_size=masks, dtype=dtype, overwrite=True)
+
+
+def converted(source: Path, folder: Path, masks: int) -> Path:
+    """The folder of `convert`, written once."""
+    if not (folder / "config.json").exists():
+        convert(source, folder, masks)
+    return folder
 
 
 def pack_adapter(checkpoint: Path, folder: Path, base: Path) -> dict[str, Any]:
@@ -679,12 +691,15 @@ def decode(work: Work, found: Sequence[dict[str, Any]]) -> list[str]:
     return [tokenizer.decode(row["tokens"], skip_special_tokens=True) for row in found]
 
 
-def write_recorded(file: Path, prompts: Sequence[Sequence[int]], found: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Write sampled answers as rows of tokens that `sft` reads, each different one of a prompt once."""
+def write_recorded(
+    file: Path, prompts: Sequence[Sequence[int]], found: Sequence[dict[str, Any]], longest: int
+) -> dict[str, int]:
+    """Write sampled answers as rows of at most `longest` tokens that `sft` reads, each different one of a prompt
+    once."""
     rows, seen = [], set()
     for prompt, row in zip(prompts, found, strict=True):
         key = (tuple(prompt), tuple(row["tokens"]))
-        if key not in seen and row["tokens"]:
+        if key not in seen and row["tokens"] and len(prompt) + len(row["tokens"]) <= longest:
             seen.add(key)
             steps = [0] * len(row["tokens"])
             rows.append({"prompt_token_ids": list(prompt), "token_ids": row["tokens"], "commit_steps": steps})
@@ -941,7 +956,7 @@ def draw(results: Path, file: Path) -> None:
         rate = facts["tokens_per_forward"]
         left, right = facts["tokens_per_forward_interval"] or (rate, rate)
         name = path.stem.removeprefix("measured-").removesuffix("-bf16").removesuffix("-fp32").replace("-", " ")
-        label = re.sub(r"drafts (\d+)", r"drafts, N = \1,", name.replace("tails", "with mask tails"))
+        label = re.sub(r"drafts (\d+) n(\d+)", r"drafts for \1, N = \2,", name.replace("tails", "mask tails"))
         axes.errorbar(
             [rate],
             [100 * share],

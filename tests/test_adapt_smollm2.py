@@ -82,12 +82,13 @@ def test_from_data_to_figures(tmp_path: Path) -> None:
     conversations = [json.loads(line) for line in (output / "rows" / "test.jsonl").read_text().splitlines()]
     assert conversations[3]["messages"][1]["content"] == "6\n#### 6"  # without the calculator's annotation
     for block in (4, 8):
-        tails, strided = (results[f"measured-drafts-{block}-{how}-fp32"] for how in ("tails", "strided"))
+        tails, strided = (results[f"measured-drafts-{block}-n{block}-{how}-fp32"] for how in ("tails", "strided"))
         for found in (tails, strided):
             assert found["identical"] == found["of"] == 4
             assert found["right"] == results["measured-twin"]["right"]
         assert tails["tokens_per_forward"] >= strided["tokens_per_forward"]
         assert results[f"drafts-{block}"]["steps"] == 4
+    assert results["measured-drafts-8-n3-tails-fp32"]["identical"] == 4
     assert results["speed-2-drafts-4-tails"]["tokens_per_s"] > 0
     assert "absent" in results["speed-1-vllm"] or results["speed-1-vllm"]["tokens_per_s"] > 0
     assert results["adapter-measured-fp32"]["identical"] == results["adapter-measured-fp32"]["of"]
