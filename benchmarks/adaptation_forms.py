@@ -22,9 +22,9 @@ passes counted), the fraction of texts that ended, seconds of training and sampl
 problems also have the ratio of their accuracy to the twin's, with a paired bootstrap interval. Seconds are those of
 a GPU that --jobs parts share.
 
-The folder parts of --output has a JSON file for each finished part, forms.jsonl has all lines. What is there is not done again: a training
-that --seconds or a signal ended goes on from its checkpoint. All visible GPUs are used (CUDA_VISIBLE_DEVICES), each by
---jobs parts at a time.
+In --output, parts has a JSON file for each finished part, forms.jsonl all lines. What is there is not done again; a
+training that --seconds or a signal ended goes on from its checkpoint. All visible GPUs are used
+(CUDA_VISIBLE_DEVICES), each by --jobs parts at a time.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--seq-length", type=int, default=320, help="longer problems are left out (%(default)s)")
     parser.add_argument("--problems", type=int, default=500, help="training problems held out (%(default)s)")
     parser.add_argument("--test-problems", type=int, help="default: all")
-    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--together", type=int, default=256, help="texts that are sampled together (%(default)s)")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the job file of a measuring process
     options = parser.parse_args()
@@ -152,7 +152,7 @@ def main() -> int:
     bench = Bench(options)
     if options.part is not None:
         bench.run([options.part if options.part in INFILLING else Part.of(options.part)])
-        return int(bench.stopped)
+        return 0
     first, second, third = options.epochs
     lrs = options.lrs
     bench.run(Part(form, lrs[0], first) for form in options.forms)
@@ -320,7 +320,7 @@ class Bench:
         options: dict[str, Any] = RECIPE | {
             "steps": steps, "lr": lr, "warmup-steps": steps // 10, "seq-length": self.options.seq_length,
             "global-batch-size": batch, "micro-batch-size": math.gcd(batch, micro_batch),
-            "precision": "bf16" if self.gpus else "fp32", "save-interval": 10 * steps,
+            "precision": "bf16" if self.gpus else "fp32", "save-interval": 0,
             "eval-interval": steps if held else 0,
         }  # fmt: skip
         words: list[Any] = [word for key, value in options.items() for word in (f"--{key}", value)]
