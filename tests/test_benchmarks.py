@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import launcher
+from tests.checkpoints import write_tokenizer
 from tests.processes import environments
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
@@ -87,6 +89,10 @@ TRAINED = tuple(rf'^{side} {{"tokens_per_s": {NUMBER}.*"loss": {NUMBER}}}' for s
 ACCELERATED = "--model tiny --seq-length 16 --batch 2 --eager-batch 2 --compiled-batch 2 --steps 2 --warmup 1"
 RL_ROWS = ("dp", "fsdp", "fsdp-tp", "megatron-dp", "megatron-tp", "megatron-tp-tp")
 CERTAINTY_RUNS = ("base", "plain", "own", "certain", "again", "trajectory", "complement", "both")
+ADAPTATION_FORMS = (
+    "twin", "bidirectional", "shifted", "block-causal-4", "block-causal-32", "block-causal-growing",
+    "block-causal-shifted-4", "idlm-4", "nemotron-8",
+)  # fmt: skip
 BRIDGE_FAMILIES = ("LLaDA-1.5", "Nemotron-Labs-Diffusion", "Qwen3", "Qwen3-MoE")
 FAST = (
     Case("train.py", f"--model tiny {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
@@ -153,6 +159,16 @@ SLOW = (
         "--output {out}/runs --size tiny --digits 1 --examples 400 --rows 4 --batch 16 --steps 600 --more 2 --last 2 "
         "--recorded 200",
         tuple(rf'^{{"model": "{run}", "threshold": 0.9, "right": ' for run in CERTAINTY_RUNS),
+    ),
+    Case(
+        "adaptation_forms.py",
+        "--model {out}/model --data {out}/data --output {out}/forms --jobs 1 --lrs 1e-3 --epochs 1 1 1 --keep 2 "
+        "--finalists 1 --infilling-epochs 1 --batch 4 --problems 4 --new-tokens 32",
+        (
+            *(rf'^{{"part": "{form}_0.001_1", .*"tokens_per_pass": {NUMBER}' for form in ADAPTATION_FORMS),
+            r'^{"part": "twin_0.001_1_test", .*"problems": "test".*"of": 5, ', r'^{"form": .*"ratio_to_twin": ',
+            r'^{"part": "infilling_bidirectional".*"exact": ', r'^{"part": "infilling_twin".*"exact": ', "^done",
+        ),
     ),
     Case(
         "fsdp_building.py", "--worker --model {out} --strategies fsdp2 --seq-length 16 --limit 400",
@@ -226,7 +242,28 @@ def test_a_long_benchmark_runs(case: Case, tmp_path: Path) -> None:
     if case.script == "fsdp_building.py":
         shapes = importlib.import_module("shapes").SHAPES
         (tmp_path / "config.json").write_text(json.dumps(shapes["tiny"]))
+    if case.script == "adaptation_forms.py":
+        write_sums(tmp_path / "model", tmp_path / "data")
     runs(case, tmp_path)
+
+
+def write_sums(model: Path, data: Path) -> None:
+    """A random autoregressive model with a chat template, and sums in GSM8K's format."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=258)).save_pretrained(model)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
+    write_tokenizer(model, tokenizer)
+    data.mkdir()
+    for split, count in (("train", 20), ("test", 5)):
+        rows = [
+            {"question": f"{n} and {n}?", "answer": f"So\n<<{n}+{n}={2 * n}>>{2 * n} it is.\n#### {2 * n}"}
+            for n in range(count)
+        ]
+        (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.slow

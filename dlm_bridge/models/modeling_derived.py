@@ -53,6 +53,12 @@ class BlockCausalConfig(DerivedConfig):
         super().__post_init__(**kwargs)
 
 
+class BlockCausalShiftedConfig(BlockCausalConfig):
+    """Base of the configs of Fast-dLLM v2's form."""
+
+    block_size: int = 32
+
+
 class IntrospectiveConfig(BlockCausalConfig):
     """Base of the configs of I-DLM's form. `block_size`: number of masks after a token in training."""
 
@@ -69,7 +75,12 @@ class HybridConfig(BlockCausalConfig):
     ar_loss_weight: float = 1.0
 
 
-_CONFIGS = {"block_causal": BlockCausalConfig, "idlm": IntrospectiveConfig, "nemotron": HybridConfig}  # by form
+_CONFIGS = {  # by form
+    "block_causal": BlockCausalConfig,
+    "block_causal_shifted": BlockCausalShiftedConfig,
+    "idlm": IntrospectiveConfig,
+    "nemotron": HybridConfig,
+}
 
 
 class DerivedLM(DiffusionLM):
