@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.dtypes import check_dtype, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-from dlm_bridge.settings import check_minimum, check_values, option, options_of
+from dlm_bridge.settings import QUANTIZE, check_minimum, check_values, option, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +167,19 @@ class HubSettings(ConversionSettings):
     def shard_bytes(self) -> int | None:
         """`shard_size` in bytes."""
         return parse_size(self.shard_size)
+
+
+@dataclass(frozen=True)
+class ExportSettings(HubSettings):
+    """Settings of `export`, besides those of `HubSettings`.
+
+    Args:
+        quantize: write the weights in the layout of compressed-tensors: "fp8", "int8" or "int4".
+    """
+
+    quantize: str | None = _output(
+        None, "Quantise the weights (compressed-tensors): fp8, int8 or int4.", choices=QUANTIZE
+    )
 
 
 @dataclass(frozen=True)

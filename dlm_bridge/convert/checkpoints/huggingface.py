@@ -31,7 +31,8 @@ from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.convert.streaming import FileRegion, SliceRange
 from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.files.reading import file_digest, gc_paused
-from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, quantization_method, read_config, resolve
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import FamilySpec, families, find_family
 
@@ -84,7 +85,8 @@ class HubCheckpoint(ByNameCheckpoint):
         if dequantize_fp8 and dequantize_mxfp4:
             raise SettingError("dequantize_fp8", "contradicts `dequantize_mxfp4`: give one of them")
         if not self._dequantize:
-            self.reader = HubReader(folder)
+            compressed = quantization_method(folder) == "compressed-tensors"
+            self.reader = HubReader(folder, QUANTISED_DTYPES if compressed else ())
         else:
             from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
 
