@@ -66,8 +66,12 @@ def register(app: typer.Typer) -> None:
         {"source": argument("HF", "Hub folder or Hub id.")} | to_megatron,
         declared_parameters(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
     )
-    to_hub = {"output": argument("OUT", "The Hub folder to write.", Path)}
-    source = {"source": argument("SOURCE", "Megatron checkpoint; with --quantize also a run, Hub folder or Hub id.")}
+    to_hub = {"output": argument("OUT", "The Hub folder or GGUF file to write.", Path)}
+    source = {
+        "source": argument(
+            "SOURCE", "Megatron checkpoint; with --quantize or --to gguf also a run, Hub folder or Hub id."
+        )
+    }
     add_command(app, "export", export, source | to_hub, declared_parameters(MegatronSourceSettings, ExportSettings))
     add_command(
         app,
@@ -107,18 +111,21 @@ def import_(source: str, output: Path, as_json: bool, **values: Any) -> None:
 
 
 def export(source: str, output: Path, as_json: bool, **values: Any) -> None:
-    """Convert a Megatron checkpoint to a Hub checkpoint, or quantise any checkpoint.
+    """Convert a Megatron checkpoint to a Hub checkpoint, or any checkpoint to quantised weights or to GGUF.
 
     Example: dlm-bridge export ckpt LLaDA-tuned
+
+    Example: dlm-bridge export GSAI-ML/LLaDA-8B-Instruct llada.gguf --to gguf --quantize q8_0
     """
     from dlm_bridge.bridge import Bridge
     from dlm_bridge.hub import CONFIG_FILE, checkpoint_folder
 
     chosen = values_of(ExportSettings, values)
-    if chosen["quantize"] is not None:
-        load("features", "export --quantize")  # refused before anything is read
+    feature = ExportSettings(**chosen).feature
+    if feature is not None:
+        load("features", feature)  # refused before anything is read
         folder = checkpoint_folder(source)
-    if chosen["quantize"] is not None and (not folder.is_dir() or (folder / CONFIG_FILE).is_file()):
+    if feature is not None and (not folder.is_dir() or (folder / CONFIG_FILE).is_file()):
         bridge = Bridge.from_hf(folder, family=values["family"])
     else:
         bridge = Bridge.from_megatron(source, **values_of(MegatronSourceSettings, values))

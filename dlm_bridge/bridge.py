@@ -157,17 +157,17 @@ class Bridge:
 
     @takes(ExportSettings)
     def to_hf(self, output: PathLike, dtype: str | torch.dtype | None = None, **settings: Any) -> ConversionReport:
-        """Write a Hub folder.
+        """Write a Hub folder, or with `to="gguf"` a GGUF file.
 
         Args:
-            output: folder to write.
+            output: folder or file to write.
             dtype: "keep" (also None), "bf16", "fp16", "fp32" or a torch dtype.
             settings: the other fields of `ExportSettings` and `ConversionSettings`.
 
         Raises the errors of `to_megatron`.
         """
         chosen = settings_from(ExportSettings, dtype=dtype, **settings)
-        write = write_hub if chosen.quantize is None else load("features", "export --quantize")
+        write = write_hub if chosen.feature is None else load("features", chosen.feature)
         report: ConversionReport = write(self.checkpoint, Path(output), chosen)
         return report
 

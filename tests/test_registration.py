@@ -190,6 +190,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
     "exports": [
         ("export", "m", "o", "--quantize", "fp8"),
+        ("export", "m", "o", "--to", "gguf"),
         ("verify", "m", "--against", "s"),
         (*GENERATE, "--quantize", "int8"),
     ],

@@ -174,12 +174,33 @@ class ExportSettings(HubSettings):
     """Settings of `export`, besides those of `HubSettings`.
 
     Args:
-        quantize: write the weights in the layout of compressed-tensors: "fp8", "int8" or "int4".
+        to: "hf", a Hub folder, or "gguf", a file for llama.cpp.
+        quantize: write a Hub folder in the layout of compressed-tensors ("fp8", "int8" or "int4"), or a GGUF file with
+            blocks of 8-bit integers ("q8_0").
     """
 
+    to: str = _output("hf", "What to write: hf, a Hub folder, or gguf, a file for llama.cpp.", choices=("hf", "gguf"))
     quantize: str | None = _output(
-        None, "Quantise the weights (compressed-tensors): fp8, int8 or int4.", choices=QUANTIZE
+        None,
+        "Quantise the weights: fp8, int8 or int4 (compressed-tensors), with --to gguf q8_0.",
+        choices=(*QUANTIZE, "q8_0"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize is not None and (self.quantize == "q8_0") != (self.to == "gguf"):
+            raise SettingError(
+                "quantize",
+                f"{self.quantize} contradicts `to={self.to}`: a Hub folder is quantised to {', '.join(QUANTIZE)}, a "
+                "GGUF file to q8_0",
+            )
+
+    @property
+    def feature(self) -> str | None:
+        """Feature of an extension that writes the output; None for a Hub folder with the weights as they are."""
+        if self.to == "gguf":
+            return "export --to gguf"
+        return None if self.quantize is None else "export --quantize"
 
 
 @dataclass(frozen=True)
