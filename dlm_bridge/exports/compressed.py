@@ -14,7 +14,7 @@ from dlm_bridge.convert.formats.hub_weights import HubReader, TensorEntry
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.exports.schemes import PACKED, SCALE, SHAPE, QuantizedWeight
 from dlm_bridge.hub import CONFIG_FILE, read_config
-from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, header_name
 
 INVERSE = "_scale_inv"  # suffix of the scales of block-quantised FP8 weights
 # Formats of compressed-tensors whose groups may be quantised as in `_check_group`.
@@ -38,7 +38,7 @@ class Parts:
 
 
 class CompressedReader(DequantisedReader):
-    """Reader that returns quantised weights in the dtype of their scales, and hides their parts.
+    """Reader that returns quantised weights in `dtype`, by default that of their scales, and hides their parts.
 
     Raises:
         CheckpointError: as HubReader, for a scheme that is not supported, and for values and scales that do not match.
@@ -46,7 +46,8 @@ class CompressedReader(DequantisedReader):
 
     kind, setting, stored = "quantised", "quantize", ""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         found = read_config(folder / CONFIG_FILE).get("quantization_config")
         self.config: dict[str, Any] = found if isinstance(found, dict) else {}
         where = folder / CONFIG_FILE
@@ -67,7 +68,7 @@ class CompressedReader(DequantisedReader):
                 raise CheckpointError(folder, f"tensor {name} has no quantised weight")
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, dequantised in fp32 and rounded to its scale's dtype if it is quantised."""
+        """One tensor, dequantised in fp32 and rounded if it is quantised."""
         if name not in self.quantised:
             return HubReader.read(self, name)
         return self.read_quantized(name).dequantize(torch.float32).to(self.quantised[name].dtype)
@@ -76,6 +77,10 @@ class CompressedReader(DequantisedReader):
         """One quantised weight as stored, with the scales of each row."""
         parts = self.parts[name]
         rows, columns = parts.shape
+        if parts.values.endswith(PACKED) and (shape := _weight(parts.values) + SHAPE) in self._raw:
+            found = HubReader.read(self, shape).tolist()
+            if found != [rows, columns]:
+                raise CheckpointError(self.folder, f"tensor {shape} is {found}, its values are {[rows, columns]}")
         scale = HubReader.read(self, parts.scale).reshape(-(-rows // parts.block[0]), -1)
         if parts.block[0] > 1:
             scale = scale.repeat_interleave(parts.block[0], dim=0)[:rows].contiguous()
@@ -133,7 +138,7 @@ class CompressedReader(DequantisedReader):
     def _quantised(self) -> dict[str, TensorEntry]:
         found = {}
         for name, parts in self.parts.items():
-            stored = self._raw[parts.scale].stored
+            stored = self._raw[parts.scale].stored if self._dtype is None else header_name(self._dtype)
             found[name] = replace(self._raw[parts.values], name=name, stored=stored, shape=parts.shape)
         return found
 
@@ -143,8 +148,8 @@ class QuantizedCheckpoint(HubCheckpoint):
 
     reader: CompressedReader
 
-    def __init__(self, folder: Path, family: str | None = None) -> None:
-        super().__init__(folder, family, reader=CompressedReader(folder))
+    def __init__(self, folder: Path, family: str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(folder, family, reader=CompressedReader(folder, dtype))
 
 
 def _weight(name: str) -> str:

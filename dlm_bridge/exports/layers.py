@@ -31,6 +31,7 @@ class QuantizedLinear(nn.Module):
 
     values: torch.Tensor
     scale: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class QuantizedExperts(nn.Module):
 def is_gated_experts(module: Any) -> bool:
     """True if a module is transformers' gated experts: two stacks of matrices, without biases."""
     names = {name for name, _ in module.named_parameters()}
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return (
         names == {"gate_up_proj", "down_proj"}
         and callable(getattr(module, "act_fn", None))

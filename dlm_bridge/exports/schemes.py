@@ -6,7 +6,7 @@ The tensors are named and laid out as in compressed-tensors, which SGLang and vL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,10 @@ class QuantizedWeight:
     def columns(self) -> int:
         """Number of input channels."""
         return self.values.shape[-1] * (_CODES if self.values.dtype == torch.int32 else 1)
+
+    def rows(self, first: int, last: int) -> QuantizedWeight:
+        """Output channels `first` to `last` of a matrix."""
+        return replace(self, values=self.values[first:last], scale=self.scale[first:last])
 
     def codes(self) -> torch.Tensor:
         """Unscaled values [..., out, in] as stored: float8_e4m3fn, or int8."""
