@@ -61,6 +61,7 @@ class HubCheckpoint(ByNameCheckpoint):
     Args:
         dequantize_fp8: read block-scaled FP8 weights as bfloat16, and remove the quantisation from config.json.
         dequantize_mxfp4: the same for MXFP4.
+        reader: another reader that dequantises the folder's weights.
 
     Raises:
         CheckpointError: as HubReader.
@@ -78,13 +79,17 @@ class HubCheckpoint(ByNameCheckpoint):
         source: dict[str, Any] | None = None,
         dequantize_fp8: bool = False,
         dequantize_mxfp4: bool = False,
+        reader: HubReader | None = None,
     ) -> None:
         super().__init__(str(folder))
         self.folder = self.root = folder
-        self._family, self._source, self._dequantize = family, source, dequantize_fp8 or dequantize_mxfp4
+        self._family, self._source = family, source
+        self._dequantize = dequantize_fp8 or dequantize_mxfp4 or reader is not None
         if dequantize_fp8 and dequantize_mxfp4:
             raise SettingError("dequantize_fp8", "contradicts `dequantize_mxfp4`: give one of them")
-        if not self._dequantize:
+        if reader is not None:
+            self.reader = reader
+        elif not self._dequantize:
             compressed = quantization_method(folder) == "compressed-tensors"
             self.reader = HubReader(folder, QUANTISED_DTYPES if compressed else ())
         else:
