@@ -228,7 +228,7 @@ def test_metadata_of_other_families(tmp_path: Path, name: str, wanted: dict[str,
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    folder = write(tmp_path / "Tiny", name)
+    folder = write(tmp_path / "Tiny", name, **({"mask_token_id": 260} if name == "dream" else {}))  # its tokenizer's
     found = {}
     for type_, settings in TYPES.items():
         export(folder, tmp_path / "o.gguf", overwrite=True, **settings)
