@@ -162,6 +162,7 @@ def test_what_does_not_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"num_bits": 4, "type": "float"}, "4-bit"),
         ({"symmetric": False}, "symmetric"),
         ({"num_bits": 2}, "2-bit"),
+        ({"group_size": ["x"], "block_structure": 7}, "quantization_config"),
     ):
         changed = json.loads(json.dumps(config))
         changed["quantization_config"]["config_groups"]["group_0"]["weights"] = {**group, **changes}

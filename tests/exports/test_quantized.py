@@ -25,7 +25,7 @@ from tests.diffusion_gemma.checkpoint import write_checkpoint
 from tests.exports.folders import export, stored, write
 from tests.refusals import refused
 
-# The published layout (compressed-tensors 0.18): format, weights, activations; suffixes, dtypes and shapes of a weight.
+# The published layout (compressed-tensors 0.18): format, weights, activations.
 STATIC = {"symmetric": True, "dynamic": False}
 LAYOUT: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "fp8": (
@@ -268,6 +268,8 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path, capsys: pytest.Capt
     folder = export(small, tmp_path / "fp8", "fp8")
     with refused(SettingError, "quantize", str(folder)):
         export(folder, tmp_path / "out", "int8")
+    with refused(CheckpointError, folder, "quantised"):
+        Bridge.from_hf(folder).to_megatron(tmp_path / "out")
     tensors = stored(small)
     tensors[name][1, 2] = torch.nan
     bad = tmp_path / "nan"
