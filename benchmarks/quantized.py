@@ -7,8 +7,8 @@ Per shape, random weights are written to --folder in bf16 and loaded as a user l
 `quantize` set to fp8, int8 and int4. A prompt of 128 tokens, greedy, no end of sequence: all run the same number of
 forward passes of the same algorithm.
 
-Prints a line per shape, weights and batch: memory of the loaded model and at most, the median time of a call, the ratio
-of bf16's time to it, and the mean divergence (KL) of the next-token distributions from bf16's on 256 random tokens.
+Prints a line per shape, weights and batch: memory of the loaded model and at most, the median time of a call, the
+ratio of bf16's time to it, and the mean divergence (KL) of the next-token distributions from bf16's on random tokens.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def compare(model: Any, expected: torch.Tensor | None) -> tuple[float, torch.Ten
 @torch.no_grad()
 def measure(model: Any, batch: int, options: argparse.Namespace, device: str) -> float:
     """Median of a call's seconds, after two that do not count."""
-    steps = options.steps_per_block * (options.length // options.block)
-    own = {"steps": steps} if type(model).family.name == "llada" else {"denoising_steps": options.steps_per_block}
+    steps, blocks = options.steps_per_block, options.length // options.block
+    own = {"sdar": {"denoising_steps": steps}, "llada": {"steps": steps * blocks}, "llada2_moe": {"steps": steps}}
     prompt = torch.randint(0, 500, (batch, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
     times = []
     for _ in range(options.repeats + 2):
@@ -123,7 +123,7 @@ def measure(model: Any, batch: int, options: argparse.Namespace, device: str) ->
             pad_token_id=0,
             temperature=0.0,
             execution=options.execution,
-            **own,
+            **own[model.family.name],
         )
         synchronize(device)
         times.append(time.perf_counter() - began)

@@ -13,6 +13,7 @@ from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.formats.hub_weights import HubReader, TensorEntry
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.exports.schemes import PACKED, SCALE, SHAPE, QuantizedWeight
+from dlm_bridge.files.reading import reading
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, header_name
 
@@ -51,13 +52,21 @@ class CompressedReader(DequantisedReader):
         found = read_config(folder / CONFIG_FILE).get("quantization_config")
         self.config: dict[str, Any] = found if isinstance(found, dict) else {}
         where = folder / CONFIG_FILE
-        check = _check_compressed if self.config.get("quant_method") == "compressed-tensors" else _check_fp8
-        check(self.config, where)
         HubReader.__init__(self, folder, QUANTISED_DTYPES)
+        with reading(where, "quantization_config and the tensors do not match"):
+            check = _check_compressed if self.config.get("quant_method") == "compressed-tensors" else _check_fp8
+            check(self.config, where)
+            self._find_weights(folder)
+
+    def _find_weights(self, folder: Path) -> None:
+        """List the quantised weights and their parts. Raises CheckpointError for a part without the others."""
         self._raw = {entry.name: entry for file in self.files.values() for entry in file.entries}
         self.parts = {name: parts for entry in self._raw if (parts := self._found(entry)) for name in [_weight(entry)]}
         if not self.parts:
             raise CheckpointError(folder, "has a quantization_config, but no quantised weight")
+        for name, found in self.parts.items():
+            if name in self._raw and found.values != name:
+                raise CheckpointError(folder, f"tensor {name} is stored twice: also as {found.values}")
         self.quantised = self._quantised()
         hidden = {part for name in self.parts for part in (*self.parts[name].names, _weight(name) + SHAPE)}
         self._parts = hidden | {name for name in self._raw if name.endswith(_ACTIVATION_SCALES)}

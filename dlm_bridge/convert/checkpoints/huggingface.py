@@ -87,11 +87,11 @@ class HubCheckpoint(ByNameCheckpoint):
         self._dequantize = dequantize_fp8 or dequantize_mxfp4 or reader is not None
         if dequantize_fp8 and dequantize_mxfp4:
             raise SettingError("dequantize_fp8", "contradicts `dequantize_mxfp4`: give one of them")
+        self._compressed = not self._dequantize and quantization_method(folder) == "compressed-tensors"
         if reader is not None:
             self.reader = reader
         elif not self._dequantize:
-            compressed = quantization_method(folder) == "compressed-tensors"
-            self.reader = HubReader(folder, QUANTISED_DTYPES if compressed else ())
+            self.reader = HubReader(folder, QUANTISED_DTYPES if self._compressed else ())
         else:
             from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
 
@@ -109,6 +109,12 @@ class HubCheckpoint(ByNameCheckpoint):
     def _config(self) -> dict[str, Any]:
         path = self.root / CONFIG_FILE
         return read_config(inside(self.root, CONFIG_FILE) if path.exists() else path)
+
+    def check(self) -> list[str]:
+        """Extends Checkpoint: a folder of compressed-tensors can be verified and sampled from, but not converted."""
+        if self._compressed:
+            raise CheckpointError(self.where, "its weights are quantised: use the checkpoint that it was made from")
+        return super().check()
 
     def _hub_metadata(self) -> HubMetadata:
         config, texts = self._config(), {}
