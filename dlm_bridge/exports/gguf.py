@@ -282,7 +282,7 @@ class GgufTransfer(Transfer):
                 offset = part.offset
                 for start in range(0, len(rows), step):
                     data = encode(rows[start : start + step], part.tensor.type, name)
-                    write_at(stream.fileno(), memoryview(data).cast("B"), offset)
+                    write_at(stream.fileno(), data.data.cast("B"), offset)
                     offset += data.nbytes
 
 
