@@ -290,7 +290,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def count_non_finite(data: memoryview | bytes | bytearray, dtype: torch.dtype) -> int:
     """Count values that are NaN or infinite, which are those with all exponent bits set."""
-    exponent = _EXPONENTS[dtype_name(dtype)]
+    exponent = _EXPONENTS.get(dtype_name(dtype))
+    if exponent is None:  # part of a quantised weight
+        return 0
     bits = np.frombuffer(data, f"u{dtype.itemsize}")
     # The highest exponent bit is zero for values below 2, so that one fast pass is enough for most weights.
     if not int(np.bitwise_or.reduce(bits)) & 1 << 8 * dtype.itemsize - 2:

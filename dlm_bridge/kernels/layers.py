@@ -342,7 +342,7 @@ class _Probe:
         layers: list[Any] = [getattr(module, name, None) for name in names]
         if not _are_unmodified(module, *layers, getattr(module, "o_proj", None)):
             return None
-        channels = module.query_key_value.weight.shape[0] if fused_qkv is None else sum(fused_qkv.sizes)
+        channels = module.query_key_value.out_features if fused_qkv is None else sum(fused_qkv.sizes)
         size, shared = module.head_dim, module.num_key_value_groups
         keys = channels // size // (shared + 2)
         heads, sizes = (shared * keys, keys), [shared * keys * size, keys * size, keys * size]
