@@ -301,7 +301,7 @@ class SchemaCompiler:
             branches = self._branches(schema, "oneOf", pointer, level, checking)
             lists.append(self._one_of(branches, schema["oneOf"], f"{pointer}/oneOf", level))
         if "not" in schema:
-            lists.append([_Alternative(pointer, excluded=self._excluded(schema["not"], f"{pointer}/not", level))])
+            lists += self._unmet(schema["not"], f"{pointer}/not", level)
         if "if" in schema and ("then" in schema or "else" in schema):
             lists.append(self._conditional(schema, pointer, level, checking))
         lists += self._dependent(schema, pointer, level, checking)
@@ -341,8 +341,24 @@ class SchemaCompiler:
         condition = self._expand(schema["if"], f"{pointer}/if", level, checking)
         then = self._expand(schema.get("then", True), f"{pointer}/then", level, checking)
         otherwise = self._expand(schema.get("else", True), f"{pointer}/else", level, checking)
-        unmet = _Alternative(pointer, excluded=self._excluded(schema["if"], f"{pointer}/if", level))
-        return self._all_of([condition, then], pointer) + self._all_of([[unmet], otherwise], pointer)
+        unmet = self._unmet(schema["if"], f"{pointer}/if", level)
+        return self._all_of([condition, then], pointer) + self._all_of([*unmet, otherwise], pointer)
+
+    def _unmet(self, schema: Any, pointer: str, level: int) -> list[list[_Alternative]]:
+        """The schema does not hold. An object lacks a required property, or the value of a property is not valid."""
+        lists = []
+        for each, at in self._excluded(schema, pointer, level):
+            alternatives = []
+            for name in each.required:
+                alternatives.append(_Alternative(pointer, level, properties={name: ((False, at),)}))
+            for name, parts in (each.properties or {}).items():
+                negated = {"not": {"allOf": [part for part, _ in parts]}}
+                self._kept.append(negated)
+                alternatives.append(
+                    _Alternative(pointer, level, required=(name,), properties={name: ((negated, at),)})
+                )
+            lists.append(alternatives or [_Alternative(pointer, level, excluded=((each, at),))])
+        return lists
 
     def _dependent(self, schema: dict[str, Any], pointer: str, level: int, checking: bool) -> list[list[_Alternative]]:
         """`dependentRequired` and `dependentSchemas`: a property is absent, or what depends on it holds."""
