@@ -34,7 +34,7 @@ MAX_STATES = 50_000
 SECONDS = 60.0
 OBJECT_DEPTH = 5  # levels of arrays and objects of `Constraint.json_object`
 GRAMMAR_DEPTHS = (24, 12, 6, 3)  # recursive rules that lie in each other
-_NESTED_STATES = 5000  # limit before a smaller depth is tried
+_NESTED_STATES = 6000  # limit before a smaller depth is tried
 _MAX_ENTRIES = 100_000_000  # of the table of transitions: 800 MB
 _CHUNK = 1 << 21  # pairs of a state and a prefix of a token that are expanded together
 

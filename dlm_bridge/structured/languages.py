@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes: sorted, disj
 START, END = 256, 257  # symbols beside the bytes: the anchors `^` and `$`
 _ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # without surrogates, which UTF-8 cannot encode
 _LARGE = 3000  # states from which only the acyclic part is minimized
-_NFA = 40  # states of the nondeterministic automaton for each permitted one of the deterministic automaton
+_NFA = 20  # states of the nondeterministic automaton for each permitted one of the deterministic automaton
 
 
 class TooLargeError(ValueError):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_bridge.errors import SettingError
 from dlm_bridge.structured import cache, compile
+from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.compile import byte_automaton
 from dlm_bridge.structured.constraint import Constraint
 from dlm_bridge.structured.languages import ByteAutomaton, Limits
@@ -23,10 +24,41 @@ from tests.refusals import refused
 from tests.structured.tokenizers import ALPHABET, EOS, MASK, PAD, byte_level, compiled, sentencepiece, word_level
 
 PATTERNS = [
-    "", "a", "a+b?", "(ab|ba)*", "a{2}", "a{1,3}b{,2}", "(a|ab)(b|)", "[^a]", "[a-b1]+", r"\d+", r"\w\s\W", ".", ".*b",
-    "^a$", "(^a|b)+", "a|^b$|", "(?:a|b)*?1", "(?P<x>a)b", r"[\d\s]+", r"[^\d]", "é?", "[à-ü]b*", r"\x61\u0062", "[]a]",
-    "a{x}", "a{,}b", r"\.|\\|\n", "(a*)*", "(a|b|)*1", "((a{0,2}){2}b)?", r"\Aa\Z", "(1b)+(,(1b)+)*", "a(b1a)*", "x*",
-]  # fmt: skip
+    "",
+    "a",
+    "a+b?",
+    "(ab|ba)*",
+    "a{2}",
+    "a{1,3}b{,2}",
+    "(a|ab)(b|)",
+    "[^a]",
+    "[a-b1]+",
+    r"\d+",
+    r"\w\s\W",
+    ".",
+    ".*b",
+    "^a$",
+    "(^a|b)+",
+    "a|^b$|",
+    "(?:a|b)*?1",
+    "(?P<x>a)b",
+    r"[\d\s]+",
+    r"[^\d]",
+    "é?",
+    "[à-ü]b*",
+    r"\x61\u0062",
+    "[]a]",
+    "a{x}",
+    "a{,}b",
+    r"\.|\\|\n",
+    "(a*)*",
+    "(a|b|)*1",
+    "((a{0,2}){2}b)?",
+    r"\Aa\Z",
+    "(1b)+(,(1b)+)*",
+    "a(b1a)*",
+    "x*",
+]
 
 
 def automaton(constraint: Constraint, max_states: int = 50_000) -> ByteAutomaton:
@@ -73,9 +105,23 @@ def test_any_regular_expression_matches_what_re_matches(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "position"),
-    [("a(b", 1), ("a)", 1), ("ab[c", 2), ("*a", 0), ("a**", 2), ("a(?=b)", 1), (r"(a)\1", 3), (r"a\b", 1), ("a++", 2),
-     ("[b-a]", 1), ("a{3,2}", 0), (r"\x1", 0), ("ab\\", 2), (r"\q", 0)],
-)  # fmt: skip
+    [
+        ("a(b", 1),
+        ("a)", 1),
+        ("ab[c", 2),
+        ("*a", 0),
+        ("a**", 2),
+        ("a(?=b)", 1),
+        (r"(a)\1", 3),
+        (r"a\b", 1),
+        ("a++", 2),
+        ("[b-a]", 1),
+        ("a{3,2}", 0),
+        (r"\x1", 0),
+        ("ab\\", 2),
+        (r"\q", 0),
+    ],
+)
 def test_an_invalid_regular_expression_is_refused_with_the_position(pattern: str, position: int) -> None:
     with refused(SettingError, "constraint", f"character {position} "):
         automaton(Constraint.regex(pattern))
@@ -105,9 +151,7 @@ def test_a_sequence_of_tokens_is_accepted_where_its_text_matches(pattern: str) -
     check_all(found, pattern, values, 4)
 
 
-def check_all(
-    found: compile.TokenAutomaton, pattern: str, values: list[bytes], length: int, strips: bool = False
-) -> None:
+def check_all(found: TokenAutomaton, pattern: str, values: list[bytes], length: int, strips: bool = False) -> None:
     """Compare with enumeration: acceptance, prefixes, distances, and the ends."""
     expected = re.compile(pattern, re.ASCII)
     ids = [i for i, value in enumerate(values) if value]
@@ -199,13 +243,15 @@ def test_a_regular_expression_that_the_tokenizer_cannot_write_is_refused() -> No
         compiled(Constraint.regex("z"), byte_level("a"))
 
 
-def test_automata_are_read_from_the_cache_and_damaged_files_are_not(_own_cache: Path, monkeypatch) -> None:
+def test_automata_are_read_from_the_cache_and_damaged_files_are_not(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, constraint = byte_level("a", "b"), Constraint.regex("a*b")
     first = compiled(constraint, tokenizer)
     assert compiled(constraint, tokenizer) is first
     assert compiled(Constraint.regex("b*a"), tokenizer) is not first
     assert compiled(constraint, byte_level("b", "a")).classes.tolist() != first.classes.tolist()
-    folder = _own_cache / "dlm_bridge" / "structured"
+    folder = own_cache / "dlm_bridge" / "structured"
     assert len(list(folder.iterdir())) == 3
 
     cache.forget()
@@ -231,15 +277,15 @@ def test_automata_are_read_from_the_cache_and_damaged_files_are_not(_own_cache: 
     assert torch.equal(compiled(constraint, tokenizer).transitions, first.transitions)
 
 
-def test_the_cache_forgets_the_oldest_and_needs_no_disk(_own_cache: Path, monkeypatch) -> None:
-    tokenizer, folder = byte_level("a", "b"), _own_cache / "dlm_bridge" / "structured"
+def test_the_cache_forgets_the_oldest_and_needs_no_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, folder = byte_level("a", "b"), own_cache / "dlm_bridge" / "structured"
     compiled(Constraint.regex("a"), tokenizer)
     size = next(folder.iterdir()).stat().st_size
     monkeypatch.setattr(cache, "DISK_BYTES", 3 * size)
     for count in range(2, 8):
         compiled(Constraint.regex(f"a{{{count}}}"), tokenizer)
     assert 1 <= len(list(folder.iterdir())) <= 3
-    blocked = _own_cache / "file"
+    blocked = own_cache / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert compiled(Constraint.regex("ab"), tokenizer).shortest == 2

@@ -50,12 +50,21 @@ def test_texts_of_a_grammar(grammar: str, accepted: list[str], rejected: list[st
 @pytest.mark.parametrize(
     ("grammar", "named"),
     [
-        ("", "no rules"), ('"a"', "line 1"), ('start: "a"\n  other\n', "'other'"), ('start: ("a"', "line 1"), ('a: "b"\na: "c"', "line 2"),
-        ('start: "a"\n%ignore /x/', "%ignore"), ("start: /(?=a)/", "line 1"), ('start: "a" )', "line 1"),
-        ("start: start", ""), ('start: "a" & "b"', "line 1"), ('start: *"a"', "line 1"), ('start: "\\q"', "line 1"),
+        ("", "no rules"),
+        ('"a"', "line 1"),
+        ('start: "a"\n  other\n', "'other'"),
+        ('start: ("a"', "line 1"),
+        ('a: "b"\na: "c"', "line 2"),
+        ('start: "a"\n%ignore /x/', "%ignore"),
+        ("start: /(?=a)/", "line 1"),
+        ('start: "a" )', "line 1"),
+        ("start: start", ""),
+        ('start: "a" & "b"', "line 1"),
+        ('start: *"a"', "line 1"),
+        ('start: "\\q"', "line 1"),
         ('start: "a"~3..2', "line 1"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_grammar_is_refused(grammar: str, named: str) -> None:
     with refused(SettingError, "constraint", named):
         byte_automaton(Constraint.grammar(grammar), Limits(50_000, time.monotonic() + 60))

@@ -67,15 +67,23 @@ TREE = {
         }
     },
 }
-KINDS = {"oneOf": [
-    {"type": "object", "properties": {"kind": {"const": "a"}, "v": {"type": "null"}}, "required": ["kind", "v"]},
-    {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]},
-    {"type": "array", "maxItems": 1}, {"type": "string", "pattern": "^x"}, {"type": "string", "pattern": "^y+$"},
-]}  # fmt: skip
+KINDS = {
+    "oneOf": [
+        {"type": "object", "properties": {"kind": {"const": "a"}, "v": {"type": "null"}}, "required": ["kind", "v"]},
+        {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]},
+        {"type": "array", "maxItems": 1},
+        {"type": "string", "pattern": "^x"},
+        {"type": "string", "pattern": "^y+$"},
+    ]
+}
 
 # A schema, values that are valid and written, values that are not valid
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
-    (PERSON, [{"name": "Zoë 😀 \"\\\n", "age": 120}, {"name": "", "age": 0, "x": [1, {"a": None}]}], [{"name": "", "age": 121}, {"age": 1}]),
+    (
+        PERSON,
+        [{"name": 'Zoë 😀 "\\\n', "age": 120}, {"name": "", "age": 0, "x": [1, {"a": None}]}],
+        [{"name": "", "age": 121}, {"age": 1}],
+    ),
     (TREE, [{"v": 1}, {"v": 1, "next": [{"v": 2, "next": [{"v": 3}, {"v": 4}]}]}], [{"next": []}]),
     (KINDS, [{"kind": "a", "v": None}, {"kind": "c"}, [], "xz", "yy"], [{"kind": "a", "v": 1}, "z", "yx"]),
     ({"type": ["null", "boolean", "number"]}, [None, True, -1.5, 1e30, 0], ["a", [], {}]),
@@ -88,33 +96,114 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "minimum": 0.25, "maximum": 0.75}, [0.25, 0.5, 0.75], [0.2, 0.76, 0]),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é😀\n"], ["a", "abcd"]),
     ({"type": "string", "pattern": "b\\d|^a$", "maxLength": 4}, ["a", "xb1y", "b2"], ["aa", "b", "xxxb1"]),
-    ({"type": "string", "pattern": "^[^\"\\\\/]+\\.(js|ts)$"}, ["a.js", "é.ts"], ["a.jsx", "/a.js"]),
-    ({"enum": ["a", 1, None, [1, 2], {"k": True}], "type": ["string", "integer", "array"]}, ["a", 1, [1, 2]], [None, {"k": True}]),
+    ({"type": "string", "pattern": '^[^"\\\\/]+\\.(js|ts)$'}, ["a.js", "é.ts"], ["a.jsx", "/a.js"]),
+    (
+        {"enum": ["a", 1, None, [1, 2], {"k": True}], "type": ["string", "integer", "array"]},
+        ["a", 1, [1, 2]],
+        [None, {"k": True}],
+    ),
     ({"const": {"a": [1.5, "é"]}}, [{"a": [1.5, "é"]}], [{"a": []}]),
-    ({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, [[True, False], [True] * 3], [[True], [True] * 4]),
-    ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": {"type": "string"}, "minItems": 1}, [[1], [1, None], [1, None, "a", "b"]], [[], [None]]),
+    (
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+        [[True, False], [True] * 3],
+        [[True], [True] * 4],
+    ),
+    (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "null"}],
+            "items": {"type": "string"},
+            "minItems": 1,
+        },
+        [[1], [1, None], [1, None, "a", "b"]],
+        [[], [None]],
+    ),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, [[], [1]], [[1, 2]]),
-    ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c"]}, "minItems": 1, "maxItems": 2}, [["a"], ["a", "c"], ["b", "c"]], [["a", "a"], [], ["a", "b", "c"]]),
+    (
+        {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c"]}, "minItems": 1, "maxItems": 2},
+        [["a"], ["a", "c"], ["b", "c"]],
+        [["a", "a"], [], ["a", "b", "c"]],
+    ),
     ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [7]], [[1, 1]]),
-    ({"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": {"type": "integer"}}, [{}, {"a": "x", "b": 1, "c": 2}, {"ab": 1}], [{"b": "x"}, {"a": 1}]),
-    ({"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False}, [{}, {"x_a": 1}], [{"y": 1}, {"x_a": "b"}]),
+    (
+        {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": {"type": "integer"}},
+        [{}, {"a": "x", "b": 1, "c": 2}, {"ab": 1}],
+        [{"b": "x"}, {"a": 1}],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False},
+        [{}, {"x_a": 1}],
+        [{"y": 1}, {"x_a": "b"}],
+    ),
     ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}, [{"a": 1}, {"b": 1}], [{}]),
-    ({"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 2}, [{"a": None, "b": None}], [{"a": None, "b": None, "c": None}]),
-    ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"minimum": 3}, "b": {}}, "required": ["a"]}]}, [{"a": 3, "b": 1}], [{"a": 2}, {}]),
+    (
+        {"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 2},
+        [{"a": None, "b": None}],
+        [{"a": None, "b": None, "c": None}],
+    ),
+    (
+        {
+            "allOf": [
+                {"type": "object", "properties": {"a": {"type": "integer"}}},
+                {"properties": {"a": {"minimum": 3}, "b": {}}, "required": ["a"]},
+            ]
+        },
+        [{"a": 3, "b": 1}],
+        [{"a": 2}, {}],
+    ),
     ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, [1, "a"], ["ab", 1.5]),
-    ({"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
     ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "c"], ["b"]),
     ({"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}]),
-    ({"type": "object", "properties": {"k": {"enum": [1, 2]}, "v": {}}, "required": ["k"], "if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["v"]}, "else": {"properties": {"v": False}}}, [{"k": 1, "v": 0}, {"k": 2}], [{"k": 1}, {"k": 2, "v": 0}]),
-    ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "dependentRequired": {"a": ["b"]}}, [{}, {"a": 1, "b": 1}, {"c": 1}], [{"a": 1}]),
-    ({"type": "object", "allOf": [{"properties": {"a": {"type": "null"}}}], "unevaluatedProperties": False}, [{}, {"a": None}], [{"b": 1}, {"a": 1}]),
-    ({"type": "object", "properties": {"a/b~": {"$ref": "#/properties/c"}, "c": {"type": "null"}}}, [{"a/b~": None, "c": None}], [{"a/b~": 1}]),
-    ({"$id": "https://x.org/a.json", "$ref": "b.json#/$defs/y", "$defs": {"z": {"$id": "b.json", "$defs": {"y": {"type": "null"}}}}}, [None], [1]),
+    (
+        {
+            "type": "object",
+            "properties": {"k": {"enum": [1, 2]}, "v": {}},
+            "required": ["k"],
+            "if": {"properties": {"k": {"const": 1}}, "required": ["k"]},
+            "then": {"required": ["v"]},
+            "else": {"properties": {"v": False}},
+        },
+        [{"k": 1, "v": 0}, {"k": 2}],
+        [{"k": 1}, {"k": 2, "v": 0}],
+    ),
+    (
+        {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "dependentRequired": {"a": ["b"]}},
+        [{}, {"a": 1, "b": 1}, {"c": 1}],
+        [{"a": 1}],
+    ),
+    (
+        {"type": "object", "allOf": [{"properties": {"a": {"type": "null"}}}], "unevaluatedProperties": False},
+        [{}, {"a": None}],
+        [{"b": 1}, {"a": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"a/b~": {"$ref": "#/properties/c"}, "c": {"type": "null"}}},
+        [{"a/b~": None, "c": None}],
+        [{"a/b~": 1}],
+    ),
+    (
+        {
+            "$id": "https://x.org/a.json",
+            "$ref": "b.json#/$defs/y",
+            "$defs": {"z": {"$id": "b.json", "$defs": {"y": {"type": "null"}}}},
+        },
+        [None],
+        [1],
+    ),
     ({"type": "object"}, [{}, {"a": {"b": [1]}}], [[], 1]),
     ({}, [1, "a", [], {"a": [None]}], []),
     (True, [1, {"a": 1}], []),
-    ({"title": "T", "description": "d", "default": 3, "examples": [1], "format": "custom", "type": "boolean"}, [True], [1]),
-]  # fmt: skip
+    (
+        {"title": "T", "description": "d", "default": 3, "examples": [1], "format": "custom", "type": "boolean"},
+        [True],
+        [1],
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(number) for number in range(len(CASES))])
@@ -188,9 +277,16 @@ def test_what_is_not_supported_is_refused_by_its_pointer(schema: Any, pointer: s
 
 @pytest.mark.parametrize(
     "schema",
-    ["{", "[" * 100_000, False, {"type": "integer", "minimum": 3, "maximum": 2}, {"enum": []},
-     {"$ref": "#"}, {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}],
-)  # fmt: skip
+    [
+        "{",
+        "[" * 100_000,
+        False,
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"enum": []},
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    ],
+)
 def test_schemas_without_a_text_are_refused(schema: Any) -> None:
     with refused(SettingError, "constraint"):
         automaton(schema if isinstance(schema, str) else json.dumps(schema))
@@ -207,7 +303,16 @@ def test_an_object_has_any_properties_up_to_a_depth() -> None:
 def test_tokens_of_a_schema_decode_to_valid_json() -> None:
     pieces = [*ALPHABET, '{"', '":', 'Ġ"', '",', "name", 'name":', "true", "Ġ1", '"}', "ðŁ", "ĺĢ"]
     tokenizer = byte_level(*pieces)
-    found = compiled(Constraint.json_schema({"type": "object", "properties": {"name": {"type": "string", "maxLength": 3}, "ok": {"type": "boolean"}}, "required": ["name"]}), tokenizer)  # fmt: skip
+    found = compiled(
+        Constraint.json_schema(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 3}, "ok": {"type": "boolean"}},
+                "required": ["name"],
+            }
+        ),
+        tokenizer,
+    )
     assert found.shortest == len(['{"', 'name":', 'Ġ"', '"}'])
     rng, ids = random.Random(0), found.classes[: len(tokenizer)]
     for _ in range(30):
