@@ -226,7 +226,8 @@ class _Trie:
         starts = np.cumsum(lengths) - lengths
         used = (transitions >= 0).any(axis=0)
         dead: np.ndarray = np.append(0, np.cumsum(~used[data]))
-        alive = np.nonzero((lengths > 0) & (dead[starts + lengths] == dead[starts]))[0]
+        whole: np.ndarray = np.equal(dead[starts + lengths], dead[starts])
+        alive = np.nonzero((lengths > 0) & whole)[0]
         count, width = 1, transitions.shape[1]
         parents, symbols, offset = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0
         ids, nodes = [], []
