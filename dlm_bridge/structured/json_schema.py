@@ -205,7 +205,7 @@ class SchemaCompiler:
             raise SchemaError(f"#{pointer}", "nested deeper than 200 levels")
         if isinstance(schema, dict):
             name = schema.get("$id", schema.get("id"))
-            if isinstance(name, str):
+            if isinstance(name, str) and not ("$ref" in schema and self._is_old()):
                 base = urljoin(base, name)
                 self._named.setdefault(base.rstrip("#"), (schema, f"#{pointer}"))
             anchor = schema.get("$anchor")
@@ -218,6 +218,11 @@ class SchemaCompiler:
         elif isinstance(schema, list):
             for number_, value in enumerate(schema):
                 self._index(value, f"{pointer}/{number_}", base, depth + 1)
+
+    def _is_old(self) -> bool:
+        """The draft is 7 or earlier, in which `$ref` hides what stands beside it."""
+        named = self.schema.get("$schema") if isinstance(self.schema, dict) else None
+        return isinstance(named, str) and "/draft-0" in named
 
     def _resolve(self, reference: Any, base: str, pointer: str) -> Part:
         if not isinstance(reference, str):

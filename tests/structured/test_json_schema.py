@@ -325,3 +325,18 @@ def test_tokens_of_a_schema_decode_to_valid_json() -> None:
             state = found.advance(state, tokens[-1:])
         assert set(json.loads(tokenizer.decode(tokens))) >= {"name"}
         assert len(json.loads(tokenizer.decode(tokens))["name"]) <= 3
+
+
+def test_in_old_drafts_a_reference_hides_the_id_beside_it() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "http://x.org/sibling/base/",
+        "definitions": {
+            "a": {"$id": "http://x.org/sibling/base/foo.json", "type": "string"},
+            "b": {"$id": "foo.json", "type": "number"},
+        },
+        "allOf": [{"$id": "http://x.org/sibling/", "$ref": "foo.json"}],
+    }
+    found = automaton(schema)
+    assert found.matches(b'"a"')
+    assert not found.matches(b"1")
