@@ -224,7 +224,7 @@ class _Trie:
         lengths = np.array([len(each) for each in tokens], np.int64)
         data = classes[np.frombuffer(b"".join(tokens), np.uint8)]
         starts = np.cumsum(lengths) - lengths
-        used = (transitions >= 0).any(axis=0)
+        used = np.asarray((transitions >= 0).any(axis=0))
         dead: np.ndarray = np.append(0, np.cumsum(~used[data]))
         whole: np.ndarray = np.equal(dead[starts + lengths], dead[starts])
         alive = np.nonzero((lengths > 0) & whole)[0]
