@@ -1,0 +1,5 @@
+"""Structured output: texts that match a regular expression, a JSON schema, a list of choices or a grammar."""
+
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension("structured", extra="dlm-bridge[structured]")
