@@ -17,7 +17,7 @@ MASK = -1  # token id of a masked position; in a prompt, of a position to fill i
 class TextConstraint(Protocol):
     """Interface of a constraint on the whole text of a request. Objects of one class share a batch."""
 
-    def check(self, name: Hashable, length: int, plan: Any = None) -> None:
+    def check(self, request: Request, length: int, plan: Any = None) -> None:
         """Raise RowError or SettingError for a constraint that a text of at most `length` tokens cannot satisfy, or
         that does not fit the `SamplingPlan` (None: an autoregressive model)."""
 
