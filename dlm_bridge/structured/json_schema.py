@@ -62,32 +62,7 @@ _KEYWORDS = {
 }
 # Keywords without an effect on what is valid, or that other keywords read.
 _IGNORED = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "$schema",
-        "$id",
-        "id",
-        "$comment",
-        "$defs",
-        "definitions",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$anchor",
-        "$vocabulary",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "then",
-        "else",
-        "minContains",
-        "maxContains",
-        "$recursiveAnchor",
-    ]
+    ["title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment", "$defs", "definitions", "deprecated", "readOnly", "writeOnly", "$anchor", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "then", "else", "minContains", "maxContains", "$recursiveAnchor"]
 )
 _REFUSED = frozenset(["contains", "propertyNames", "$dynamicRef", "$recursiveRef", "$dynamicAnchor"])
 _MAX_ALTERNATIVES = 300

@@ -24,7 +24,8 @@ def automaton(
     accepts[[*accepting, end]] = True
     for token in ends:
         columns[accepts, token] = end
-    different, classes = torch.cat([torch.full((states + 1, 1), -1), columns], dim=1).unique(dim=1, return_inverse=True)
+    columns = torch.cat([torch.full((states + 1, 1), -1), columns], dim=1)
+    different, classes = columns.unique(dim=1, return_inverse=True)
     order = [int(classes[0]), *(column for column in range(different.shape[1]) if column != int(classes[0]))]
     place = torch.tensor(order).argsort()
     transitions = different[:, order]
