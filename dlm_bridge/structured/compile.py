@@ -12,7 +12,9 @@ import torch
 
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
+from dlm_bridge.structured.cache import cache_key, cached, store
 from dlm_bridge.structured.constraint import Constraint
+from dlm_bridge.structured.grammar import GrammarError, parse_grammar
 from dlm_bridge.structured.json_schema import NESTINGS, SchemaCompiler, SchemaError, parse_schema
 from dlm_bridge.structured.json_text import any_object
 from dlm_bridge.structured.languages import (
@@ -31,7 +33,7 @@ from dlm_bridge.structured.tokens import TokenBytes, token_bytes
 MAX_STATES = 50_000
 SECONDS = 60.0
 OBJECT_DEPTH = 5  # levels of arrays and objects of `Constraint.json_object`
-GRAMMAR_DEPTHS = (8, 4, 2)  # recursive rules that lie in each other
+GRAMMAR_DEPTHS = (24, 12, 6, 3)  # recursive rules that lie in each other
 _NESTED_STATES = 5000  # limit before a smaller depth is tried
 _MAX_ENTRIES = 100_000_000  # of the table of transitions: 800 MB
 _CHUNK = 1 << 21  # pairs of a state and a prefix of a token that are expanded together
@@ -51,7 +53,7 @@ def compile_constraint(
     """Automaton of the sequences of tokens whose text belongs to the constraint's language.
 
     Every tokenization of a text is accepted. Special tokens, the mask token and tokens without a text are allowed in
-    no state; the end-of-sequence and padding tokens follow a complete text.
+    no state; the end-of-sequence and padding tokens follow a complete text. Automata are cached in memory and on disk.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -64,17 +66,23 @@ def compile_constraint(
         SettingError: `constraint` is invalid or not supported, exceeds a limit, or has no text that the tokenizer can
             write.
     """
-    limits = Limits(max_states, time.monotonic() + seconds)
     ends = {*eos_token_ids} | ({pad_token_id} if pad_token_id is not None else set())
     excluded = ends | ({mask_token_id} if mask_token_id is not None else set())
     tokens = token_bytes(tokenizer, vocabulary_size, excluded)
+    kept = tuple(sorted(each for each in ends if each < vocabulary_size))
+    key = cache_key(constraint.kind, constraint.text, tokens.fingerprint, vocabulary_size, kept, max_states)
+    if (known := cached(key)) is not None:
+        return known
+    limits = Limits(max_states, time.monotonic() + seconds)
     try:
         automaton = byte_automaton(constraint, limits)
         if constraint.kind == "choice":
             _check_choices(constraint.text, tokens)
-        return _token_automaton(automaton, tokens, tuple(sorted(i for i in ends if i < vocabulary_size)), limits)
+        compiled = _token_automaton(automaton, tokens, kept, limits)
     except TooLargeError as error:
         raise SettingError("constraint", str(error)) from error
+    store(key, compiled)
+    return compiled
 
 
 def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
@@ -99,6 +107,8 @@ def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
             limits.check_time()
             if last:
                 raise
+        except RecursionError as error:
+            raise SettingError("constraint", "it is nested too deeply") from error
     if automaton.empty:
         raise SettingError("constraint", "no text satisfies it")
     return automaton
@@ -111,6 +121,11 @@ def _language(constraint: Constraint, limits: Limits, nesting: Any) -> Node:
             return SchemaCompiler(parse_schema(constraint.text), limits, nesting).compile()
         except SchemaError as error:
             raise SettingError("constraint", f"the JSON schema is not supported at {error}") from error
+    if constraint.kind == "grammar":
+        try:
+            return parse_grammar(constraint.text, limits, nesting)
+        except GrammarError as error:
+            raise SettingError("constraint", f"the grammar is not supported: {error}") from error
     if constraint.kind == "json_object":
         return any_object(OBJECT_DEPTH)
     if constraint.kind == "regex":
@@ -207,7 +222,7 @@ class _Trie:
         data = classes[np.frombuffer(b"".join(tokens), np.uint8)]
         starts = np.cumsum(lengths) - lengths
         used = (transitions >= 0).any(axis=0)
-        dead = np.concatenate(([0], np.cumsum(~used[data])))
+        dead = np.append(0, np.cumsum(~used[data]))
         alive = np.nonzero((lengths > 0) & (dead[starts + lengths] == dead[starts]))[0]
         count, width = 1, transitions.shape[1]
         parents, symbols, offset = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0
@@ -329,7 +344,7 @@ def _pruned(classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, ends:
 
 
 def _unique_columns(table: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Number of different columns, one of each, and the class of each column: 0 for columns of -1 alone, else from 1."""
+    """Number of different columns, one of each, and the class of each column: 0 for columns of -1, else from 1."""
     live = np.nonzero((table >= 0).any(axis=0))[0]
     inverse = np.zeros(table.shape[1], np.int64)
     if not len(live):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import reduce
@@ -62,7 +63,32 @@ _KEYWORDS = {
 }
 # Keywords without an effect on what is valid, or that other keywords read.
 _IGNORED = frozenset(
-    ["title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment", "$defs", "definitions", "deprecated", "readOnly", "writeOnly", "$anchor", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "then", "else", "minContains", "maxContains", "$recursiveAnchor"]
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$schema",
+        "$id",
+        "id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$anchor",
+        "$vocabulary",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "then",
+        "else",
+        "minContains",
+        "maxContains",
+        "$recursiveAnchor",
+    ]
 )
 _REFUSED = frozenset(["contains", "propertyNames", "$dynamicRef", "$recursiveRef", "$dynamicAnchor"])
 _MAX_ALTERNATIVES = 300
@@ -225,10 +251,8 @@ class SchemaCompiler:
             each = waiting.pop()
             if isinstance(each, dict):
                 if isinstance(each.get("$ref"), str):
-                    try:
+                    with suppress(SchemaError):  # it is reported where it is used
                         yield self._resolve(each["$ref"], self._bases.get(id(each), ""), "")[0]
-                    except SchemaError:
-                        pass  # reported where it is used
                 waiting += [v for k, v in each.items() if k not in ("$defs", "definitions", "enum", "const")]
             elif isinstance(each, list):
                 waiting += each
@@ -523,8 +547,9 @@ class SchemaCompiler:
             return node
         if low is None and high is None:
             return number()
-        none = (None, False)
-        return numbers(*(low or none), *(high or none), self.limits)
+        least_bound, above = low or (None, False)
+        most_bound, below = high or (None, False)
+        return numbers(least_bound, above, most_bound, below, self.limits)
 
     def _string(self, alternative: _Alternative) -> Node:
         least, most = alternative.least_length or 0, alternative.most_length
@@ -562,7 +587,7 @@ class SchemaCompiler:
         if alternative.unique and (most is None or most > 1):
             return self._unique(alternative, prefix, least, most)
         if prefix and alternative.items is None and least <= len(prefix):
-            most = min(len(prefix), _or_infinite(most))  # what no schema names is not written
+            most = _least(len(prefix), most)  # what no schema names is not written
         kept = next((i for i, node in enumerate(prefix) if node is NOTHING), len(prefix))
         if kept < len(prefix):
             most = kept if most is None else min(most, kept)
@@ -617,9 +642,9 @@ class SchemaCompiler:
         names, is_open = self._names(alternative)
         least, most = alternative.least_properties or 0, alternative.most_properties
         at = alternative.pointer
-        if not names and is_open and not alternative.pattern_properties and alternative.additional is None:
-            if most is None and not least and not alternative.properties:
-                return any_object(self.nesting.free + 1)
+        free = is_open and not alternative.pattern_properties and alternative.additional is None
+        if free and not least and most is None:
+            return any_object(self.nesting.free + 1)
         parts, required = [], []
         for name, schemas in names.items():
             needed = name in alternative.required
@@ -701,8 +726,8 @@ class SchemaCompiler:
                 else:
                     raise SchemaError(
                         pointer,
-                        "it is not supported where values may be valid by what it excludes; alternatives must differ in "
-                        "their types, in the values of a required property, or in their required properties",
+                        "it is not supported where values may be valid by what it excludes; alternatives must differ "
+                        "in their types, in the values of a required property, or in their required properties",
                     )
         return alternative
 
@@ -932,7 +957,9 @@ def _kind(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def _has_type(value: Any, types: Iterable[str] | None) -> bool:
