@@ -93,6 +93,8 @@ class Ended:
             token. Only from an engine with `record=True`.
         steps: for each position of `canvas`, the request's forward pass that committed or last changed it, counted
             from 1; 0 at positions without a committed token. Only from an engine with `record=True`.
+        constraint_log_mass: of a request with a constraint, the sum over its committed masks of the logarithm of the
+            probability that the model gave to the feasible tokens, at the commit. From samplers that commit masks.
     """
 
     name: Any
@@ -101,6 +103,7 @@ class Ended:
     forwards: int
     canvas: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    constraint_log_mass: float | None = None
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ class AutomatonDecoder:
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._known: dict[Hashable, tuple[AutomatonConstraint, int, torch.Tensor]] = {}  # states by name
         self._joint = False  # the last proposals form a text
-        self._proposed: tuple[list[int], _View] | None = None  # rows and view of the last proposals
+        # Rows of the last proposals, and the logarithm of the probability of their feasible tokens.
+        self._proposed: tuple[_View, torch.Tensor] | None = None
 
     def propose(
         self,
@@ -162,9 +163,8 @@ class AutomatonDecoder:
         self._proposed = None
         if view is None:
             return logits_ANV, shaped_ANV, tokens_AN
-        self._proposed = rows, view
         logits_RNV, tokens_RN = view.take(logits_ANV), view.take(tokens_AN)
-        columns_RN = view.take(self._canvas.columns(rows, columns))
+        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         feasible_RNC = _of_columns(feasible_DRC, place_RN)
@@ -172,22 +172,29 @@ class AutomatonDecoder:
         allowed_RNV = feasible_RNC.gather(2, class_R1V)
         fits_RN = gather_tokens(allowed_RNV, tokens_RN)
         only_RNV = logits_RNV.masked_fill(~allowed_RNV, NEVER)
+        mass_RN = only_RNV.float().logsumexp(dim=-1) - logits_RNV.float().logsumexp(dim=-1)
+        self._proposed = view, mass_RN
         without = self._canvas.excluded_token_id
         uniform_RN = None
         if sampling.draws:
-            uniform_RN = self._noise.uniform(view.rows, self._canvas.places(view.rows, columns_RN), REPLACED)
+            uniform_RN = self._noise.uniform(
+                view.rows, self._canvas.places(self._selected(view.rows), columns_RN), REPLACED
+            )
         shaped_only_RNV = sampling.shape(only_RNV)
         other_RN = sampling.propose(only_RNV, shaped_only_RNV, without, uniform_RN)
         new_RN = torch.where(fits_RN, tokens_RN, other_RN)
         if self._joint:
-            masked_RN = self._canvas.masked(view.rows, columns_RN)
+            masked_RN = self._canvas.masked(self._selected(view.rows), columns_RN)
             text_RN = self._drawn_text(
                 view, feasible_DRC, place_RN, masked_RN, tokens_RN, only_RNV, shaped_only_RNV, sampling
             )
             new_RN = torch.where(masked_RN, text_RN, new_RN)
         kept_RN1 = (new_RN == tokens_RN)[..., None]
         logits_RNV = torch.where(kept_RN1, logits_RNV, only_RNV)
-        shaped_RNV = torch.where(kept_RN1, view.take(shaped_ANV), shaped_only_RNV)
+        if shaped_only_RNV is only_RNV:  # no temperature, no filters
+            shaped_RNV = logits_RNV
+        else:
+            shaped_RNV = torch.where(kept_RN1, view.take(shaped_ANV), shaped_only_RNV)
         return view.put(logits_ANV, logits_RNV), view.put(shaped_ANV, shaped_RNV), view.put(tokens_AN, new_RN)
 
     def commit(
@@ -196,18 +203,34 @@ class AutomatonDecoder:
         columns: Columns,
         tokens_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
-        least: Sequence[int],
+        least: Sequence[int] | None,
     ) -> torch.Tensor:
         """[A, N] tokens to write instead of `tokens_AN`, of which some completion of the row's text contains all. At
-        least `least` of the row's changes remain, possibly with another token."""
-        if self._joint or self._proposed is None:
+        least `least` of the row's changes remain, possibly with another token; None: each row has one change."""
+        if self._proposed is None:
             return tokens_AN
-        proposed_rows, view = self._proposed
-        assert proposed_rows == rows
-        canvas, lattice, graph = self._canvas, view.lattice, view.graph
+        view, mass_RN = self._proposed
+        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
+        before_RN = self._canvas.take(self._selected(view.rows), columns_RN)
+        if least is not None and not self._joint:
+            tokens_AN = self._checked(view, columns_RN, before_RN, tokens_AN, logits_ANV, least)
+        filled_RN = (before_RN == MASK) & (view.take(tokens_AN) != MASK)
+        mass_R = mass_RN.masked_fill(~filled_RN, 0.0).sum(dim=1)
+        self._canvas.log_mass.index_add_(0, self._canvas.index(view.rows), mass_R.double())
+        return tokens_AN
+
+    def _checked(
+        self,
+        view: _View,
+        columns_RN: torch.Tensor,
+        before_RN: torch.Tensor,
+        tokens_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+        least: Sequence[int],
+    ) -> torch.Tensor:
+        """[A, N] tokens, see `commit`."""
+        lattice, graph = view.lattice, view.graph
         tokens_RN, logits_RNV = view.take(tokens_AN), view.take(logits_ANV)
-        columns_RN = view.take(canvas.columns(rows, columns))
-        before_RN = canvas.take(view.rows, columns_RN)
         place_RN = columns_RN - view.first
         inside_RN = ~lattice.outside.gather(1, place_RN)
         changed_RN = (tokens_RN != before_RN) & (tokens_RN != MASK) & inside_RN
@@ -261,7 +284,9 @@ class AutomatonDecoder:
             own, graph, [begin - canvas.firsts[row] for begin, row in zip(begins, own, strict=True)]
         )
         left_R = to_device([canvas.text_ends[row] - begin for begin, row in zip(begins, own, strict=True)], device)
-        logits_RNV, drafts_RM = logits_ANV[places], drafts_AM[places]
+        index = None if len(places) == len(rows) else to_device(places, device)
+        logits_RNV = logits_ANV if index is None else logits_ANV[index]
+        drafts_RM = drafts_AM if index is None else drafts_AM[index]
         columns = []
         for column in range(logits_RNV.shape[1]):
             next_RC = graph.next_states(state_R)
@@ -278,8 +303,8 @@ class AutomatonDecoder:
                 state_R = torch.where(fits_R, next_RC.gather(1, class_R1)[:, 0], -1)
             else:
                 state_R = torch.full_like(state_R, -1)
-        index = to_device(places, device)
-        return logits_ANV.index_copy(0, index, torch.stack(columns, dim=1))
+        only_RNV = torch.stack(columns, dim=1)
+        return only_RNV if index is None else logits_ANV.index_copy(0, index, only_RNV)
 
     def finish(
         self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, tokens_AN: torch.Tensor, sampling: Any
@@ -289,14 +314,14 @@ class AutomatonDecoder:
         if view is None:
             return tokens_AN
         canvas, tokens_RN = self._canvas, view.take(tokens_AN)
-        columns_RN = view.take(canvas.columns(rows, columns))
+        columns_RN = view.take(canvas.columns(self._selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         allowed_RNV = _of_columns(feasible_DRC, place_RN).gather(
             2, view.graph.token_classes[:, None].expand(-1, tokens_RN.shape[1], -1)
         )
         only_RNV = view.take(logits_ANV).masked_fill(~allowed_RNV, NEVER)
-        new_RN = canvas.behind_prompt(view.rows, columns_RN)
+        new_RN = canvas.behind_prompt(self._selected(view.rows), columns_RN)
         shaped_RNV = sampling.shape(only_RNV)
         text_RN = self._drawn_text(view, feasible_DRC, place_RN, new_RN, tokens_RN, only_RNV, shaped_RNV, sampling)
         return view.put(tokens_AN, torch.where(new_RN, text_RN, tokens_RN))
@@ -332,7 +357,7 @@ class AutomatonDecoder:
         if sampling.draws:
             drawn_RD = torch.zeros_like(lattice.outside).scatter(1, place_RN, masked_RN)
             columns_D = view.first + torch.arange(drawn_RD.shape[1], device=place_RN.device)
-            places_RD = columns_D - self._canvas.origin(view.rows)[:, None]
+            places_RD = columns_D - self._canvas.origin(self._selected(view.rows))[:, None]
             uniform_RD = self._noise.uniform(view.rows, places_RD, CLASS)
             path_RD = lattice.drawn_path(weights_DRC, drawn_RD, uniform_RD)
         else:
@@ -342,13 +367,19 @@ class AutomatonDecoder:
         some_RN1 = (in_class_RNV & (shaped_RNV > NEVER)).any(dim=-1, keepdim=True)
         own_RNV = torch.where(some_RN1, shaped_RNV, only_RNV.to(shaped_RNV.dtype)).masked_fill(~in_class_RNV, NEVER)
         if sampling.draws:
-            uniform_RN = self._noise.uniform(view.rows, self._canvas.places(view.rows, place_RN + view.first), TOKEN)
+            uniform_RN = self._noise.uniform(
+                view.rows, self._canvas.places(self._selected(view.rows), place_RN + view.first), TOKEN
+            )
             text_RN = draw_token(own_RNV, uniform_RN, self._canvas.excluded_token_id)
         else:
             text_RN = own_RNV.argmax(dim=-1)
         return torch.where(fits_R1, tokens_RN, torch.where(masked_RN, text_RN, tokens_RN))
 
     # ---- The rows' automata and states.
+
+    def _selected(self, rows: list[int]) -> list[int] | None:
+        """None, which selects all rows, if these are all rows of the canvas."""
+        return None if len(rows) == len(self._canvas.rows) else rows
 
     def _constraint(self, row: int) -> AutomatonConstraint | None:
         return self._constraints.get(self._canvas.names[row])
@@ -378,12 +409,12 @@ class AutomatonDecoder:
         stop = canvas.width if canvas.has_holes else canvas.block.stop
         start_R = self._states(own, graph, [first - one for one in firsts])
         device, columns = canvas.tokens.device, slice(first, stop)
-        columns_RD = canvas.columns(own, columns)
+        columns_RD = canvas.columns(self._selected(own), columns)
         numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
         outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
-        tokens_RD = canvas.take(own, columns)
+        tokens_RD = canvas.take(self._selected(own), columns)
         if open_all:
-            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(own, columns), MASK)
+            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(self._selected(own), columns), MASK)
         fixed_RDC = torch.full((*tokens_RD.shape, graph.classes), NEVER, device=device)
         fixed_RDC.scatter_(2, graph.class_of(tokens_RD)[..., None], 0.0)
         open_RDC = fixed_RDC.masked_fill((tokens_RD == MASK)[..., None], 0.0)
@@ -408,7 +439,7 @@ class AutomatonDecoder:
         if any(more):
             begin_R1 = to_device([canvas.firsts[row] + place for row, place in zip(rows, done, strict=True)], device)
             offset_N = torch.arange(max(more), device=device)
-            tokens_RN = canvas.take(rows, (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
+            tokens_RN = canvas.take(self._selected(rows), (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
             active_RN = (offset_N < to_device(more, device)[:, None]) & (tokens_RN != MASK)
             state_R = graph.advance(state_R, tokens_RN, active_RN)
         if len(self._known) > 2 * len(canvas.rows):

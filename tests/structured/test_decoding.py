@@ -283,3 +283,27 @@ def test_diffusion_gemma_refuses_a_constraint() -> None:
     request = Request("a", [1], constraint=lists())
     with refused(SettingError, "constraint", "DiffusionGemma"):
         refuse_constraint(request)
+
+
+def test_the_mass_of_the_feasible_tokens_is_reported() -> None:
+    """One token per step, from left to right: the product of the masses is p(text) / q(text)."""
+    one, length = small(), 3
+    table = torch.randn(length + 1, TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    settings = {"algorithm": "llada", "block_length": 1, "temperature": 1.0, "gen_length": length}
+    settings |= {"eos_token_id": None, "pad_token_id": SMALL_END}
+    engine = SamplingEngine(Scripted(table), settings, max_rows=8, max_length=8, stream=False)
+    for number in range(8):
+        engine.submit(Request(number, [0], seed=number, constraint=AutomatonConstraint(one)))
+    engine.submit(Request("free", [0]))
+    ended = {}
+    while not engine.idle:
+        ended |= {event.name: event for event in engine.step() if isinstance(event, Ended)}
+    assert ended.pop("free").constraint_log_mass is None
+    probabilities = table[1:].softmax(dim=-1)
+    texts = list(canvases(one, length))
+    for event in ended.values():
+        mass = 0.0
+        for place in range(length):
+            feasible = {text[place] for text in texts if text[:place] == event.tokens[:place]}
+            mass += float(probabilities[place, [*feasible]].sum().log())
+        assert event.constraint_log_mass == pytest.approx(mass)
