@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LogitsProcessor
 
 MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
@@ -24,6 +25,17 @@ class TextConstraint(Protocol):
 
     def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
+
+    def draft(
+        self,
+        constraints: Sequence[Any],
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_AQV: torch.Tensor,
+        tokens_AQ: torch.Tensor,
+    ) -> torch.Tensor:
+        """[A, Q] tokens of DiffusionGemma's drafts after the rows' texts of at most `lengths` tokens: `tokens_AQ` if
+        they can be completed, else the most probable ones. A row's constraint may be None."""
 
 
 @dataclass(frozen=True)

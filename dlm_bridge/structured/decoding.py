@@ -43,6 +43,7 @@ EXCLUDED = (
 )
 # Least weight, a logarithm, of a token that the filters exclude: it is taken if no other one completes the text.
 LEAST_WEIGHT = -70.0
+KNOWN_GRAPHS = 8
 # Random numbers beside those of the sampler's own draws.
 REPLACED, CLASS, TOKEN = 1, 2, 3
 
@@ -105,6 +106,29 @@ class AutomatonConstraint:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
         return AutomatonProcessor(constraints, prompt_width, length)
 
+    def draft(
+        self,
+        constraints: Sequence[Any],
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_AQV: torch.Tensor,
+        tokens_AQ: torch.Tensor,
+    ) -> torch.Tensor:
+        """[A, Q] tokens after the rows' texts of at most `lengths` tokens: `tokens_AQ` if they can be completed, else
+        the most probable ones. A row's constraint may be None."""
+        device, width = tokens_AQ.device, tokens_AQ.shape[1]
+        places = [place for place, one in enumerate(constraints) if one is not None]
+        automata = [constraints[place].automaton for place in places]
+        graph = graph_of(automata, logits_AQV.shape[-1], device)
+        states = [one.advance(0, list(texts[place])) for one, place in zip(automata, places, strict=True)]
+        lefts = [lengths[place] - len(texts[place]) for place in places]
+        index, starts, left_R = to_device([*places, *states, *lefts], device).view(3, -1)
+        final = torch.where(graph.distances <= (left_R - width).clamp(min=0)[graph.state_rows], 0.0, NEVER)
+        outside_RD = torch.arange(width, device=device) >= left_R[:, None]
+        open_DRC = torch.zeros(width, len(places), graph.classes, device=device)
+        lattice = Lattice(graph, starts, final, outside_RD, open_DRC)
+        return tokens_AQ.index_copy(0, index, _most_probable(lattice, logits_AQV[index], tokens_AQ[index]))
+
 
 @dataclass(frozen=True)
 class _View:
@@ -142,7 +166,6 @@ class AutomatonDecoder:
 
     def __init__(self, canvas: Canvas, noise: Noise, constraints: Mapping[Hashable, Any], *, edits: bool) -> None:
         self._canvas, self._noise, self._constraints, self._edits = canvas, noise, constraints, edits
-        self._graphs: dict[tuple[int, ...], Graph] = {}
         self._known: dict[Hashable, tuple[AutomatonConstraint, int, torch.Tensor]] = {}  # states by name
         self._joint = False  # the last proposals form a text
         # Rows of the last proposals, and the logarithm of the probability of their feasible tokens.
@@ -385,14 +408,8 @@ class AutomatonDecoder:
         return self._constraints.get(self._canvas.names[row])
 
     def _graph(self, rows: list[int], vocabulary: int) -> Graph:
-        """Graph of these rows' automata; the latest ones are cached."""
         automata = [self._constraints[self._canvas.names[row]].automaton for row in rows]
-        key = tuple(map(id, automata))
-        if key not in self._graphs:
-            if len(self._graphs) >= 8:
-                self._graphs.clear()
-            self._graphs[key] = Graph.of(automata, vocabulary, self._canvas.tokens.device)
-        return self._graphs[key]
+        return graph_of(automata, vocabulary, self._canvas.tokens.device)
 
     def _view(self, rows: list[int], vocabulary: int, *, open_all: bool = False) -> _View | None:
         """The constrained ones of these rows; None if there are none. `open_all`: all new tokens count as masks."""
@@ -449,6 +466,30 @@ class AutomatonDecoder:
         return state_R
 
 
+_graphs: dict[tuple[Any, ...], tuple[Sequence[TokenAutomaton], Graph]] = {}  # with the automata, whose ids are keys
+
+
+def graph_of(automata: Sequence[TokenAutomaton], vocabulary: int, device: torch.device) -> Graph:
+    """Graph of these automata. Those of the last batches are cached."""
+    key = *map(id, automata), vocabulary, device
+    if key not in _graphs:
+        while len(_graphs) >= KNOWN_GRAPHS:
+            _graphs.pop(next(iter(_graphs)), None)
+        _graphs[key] = automata, Graph.of(automata, vocabulary, device)
+    return _graphs[key][1]
+
+
+def _most_probable(lattice: Lattice, logits_RDV: torch.Tensor, tokens_RD: torch.Tensor) -> torch.Tensor:
+    """[R, D], the tokens if they are a text, else the most probable text of the product of the columns'
+    distributions."""
+    graph = lattice.graph
+    one_RDC = torch.nn.functional.one_hot(graph.class_of(tokens_RD), graph.classes).bool()
+    fits_R1 = lattice.completes(lattice.open.masked_fill(~one_RDC.transpose(0, 1), NEVER))[:, None]
+    logs_DRC = _class_weights(logits_RDV, graph).transpose(0, 1)
+    path_RD = lattice.best_path(lattice.open + logs_DRC.clamp(min=10 * LEAST_WEIGHT))
+    return torch.where(fits_R1 | lattice.outside, tokens_RD, _best_of_class(logits_RDV, graph, path_RD))
+
+
 def _of_columns(values_DRC: torch.Tensor, place_RN: torch.Tensor) -> torch.Tensor:
     """[R, N, C], the values at columns of the lattice."""
     rows_R1 = torch.arange(len(place_RN), device=place_RN.device)[:, None]
@@ -458,11 +499,14 @@ def _of_columns(values_DRC: torch.Tensor, place_RN: torch.Tensor) -> torch.Tenso
 def _class_weights(logits_RNV: torch.Tensor, graph: Graph, *, summed: bool = False) -> torch.Tensor:
     """float64 [R, N, C], logarithm of the probability of each class' best token, or of all its tokens."""
     class_RNV = graph.token_classes[:, None].expand(logits_RNV.shape)
-    empty_RNC = logits_RNV.new_zeros(*logits_RNV.shape[:2], graph.classes, dtype=torch.float64)
+    sizes = *logits_RNV.shape[:2], graph.classes
     if summed:
+        empty_RNC = logits_RNV.new_zeros(sizes, dtype=torch.float64)
         return empty_RNC.scatter_add(2, class_RNV, logits_RNV.softmax(dim=-1, dtype=torch.float64)).log()
-    best_RNC = empty_RNC.fill_(NEVER).scatter_reduce(2, class_RNV, logits_RNV.double(), "amax")
-    return best_RNC - logits_RNV.double().logsumexp(dim=-1, keepdim=True)
+    best_RNC = logits_RNV.new_full(sizes, NEVER, dtype=torch.float32).scatter_reduce(
+        2, class_RNV, logits_RNV.float(), "amax"
+    )
+    return (best_RNC - logits_RNV.float().logsumexp(dim=-1, keepdim=True)).double()
 
 
 def _best_of_class(logits_RNV: torch.Tensor, graph: Graph, class_RN: torch.Tensor) -> torch.Tensor:
@@ -494,7 +538,7 @@ class AutomatonProcessor(LogitsProcessor):
         device, count = scores.device, input_ids.shape[1] - self._width
         index = to_device(self._places, device)
         if self._graph is None:
-            self._graph = Graph.of(self._automata, scores.shape[-1], device)
+            self._graph = graph_of(self._automata, scores.shape[-1], device)
             self._state_R = torch.zeros(len(index), dtype=torch.long, device=device)
         graph = self._graph
         new_RN = input_ids[index, self._width + self._done : self._width + count]

@@ -14,11 +14,12 @@ from dlm_bridge.errors import RowError, SettingError
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.autoregressive import AutoregressiveEngine
 from dlm_bridge.generation.engine import SamplingEngine
-from dlm_bridge.generation.gemma import refuse_constraint
+from dlm_bridge.generation.gemma import GemmaEngine
 from dlm_bridge.generation.request import Ended, Request
 from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.decoding import AutomatonConstraint
 from dlm_bridge.structured.lattice import Graph, Lattice
+from tests.canvas_models import canvas_model, has_class
 from tests.generation.scripted import Scripted
 from tests.generation.standin import VOCABULARY, StandIn, family, ragged
 from tests.generation.test_samplers import CASES
@@ -279,10 +280,19 @@ def test_texts_of_an_autoregressive_model_are_valid(temperature: float) -> None:
         assert not number or accepts(lists().automaton, tokens)
 
 
-def test_diffusion_gemma_refuses_a_constraint() -> None:
-    request = Request("a", [1], constraint=lists())
-    with refused(SettingError, "constraint", "DiffusionGemma"):
-        refuse_constraint(request)
+@has_class
+@pytest.mark.parametrize("length", [3, 4, 12])
+def test_texts_of_diffusion_gemma_are_valid(length: int) -> None:
+    engine = GemmaEngine(canvas_model(0), None, {"eos_token_id": END, "steps": 3}, max_rows=3)
+    for number in range(3):
+        prompt = [1, 2, *[3] * number]
+        engine.submit(Request(number, prompt, length, number, constraint=lists() if number else None))
+    found: dict[Any, Ended] = {}
+    while not engine.idle:
+        found |= {event.name: event for event in engine.step() if isinstance(event, Ended)}
+    assert len(found) == 3
+    for number in (1, 2):
+        assert accepts(lists().automaton, found[number].tokens)
 
 
 def test_the_mass_of_the_feasible_tokens_is_reported() -> None:
