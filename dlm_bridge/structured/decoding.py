@@ -48,7 +48,7 @@ KNOWN_GRAPHS = 8
 REPLACED, CLASS, TOKEN = 1, 2, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AutomatonConstraint:
     """A compiled constraint, for `Request.constraint`. One object may serve many requests."""
 
@@ -167,6 +167,7 @@ class AutomatonDecoder:
     def __init__(self, canvas: Canvas, noise: Noise, constraints: Mapping[Hashable, Any], *, edits: bool) -> None:
         self._canvas, self._noise, self._constraints, self._edits = canvas, noise, constraints, edits
         self._known: dict[Hashable, tuple[AutomatonConstraint, int, torch.Tensor]] = {}  # states by name
+        self._block: tuple[Any, Graph, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._joint = False  # the last proposals form a text
         # Rows of the last proposals, and the logarithm of the probability of their feasible tokens.
         self._proposed: tuple[_View, torch.Tensor] | None = None
@@ -195,7 +196,8 @@ class AutomatonDecoder:
         allowed_RNV = feasible_RNC.gather(2, class_R1V)
         fits_RN = gather_tokens(allowed_RNV, tokens_RN)
         only_RNV = logits_RNV.masked_fill(~allowed_RNV, NEVER)
-        mass_RN = only_RNV.float().logsumexp(dim=-1) - logits_RNV.float().logsumexp(dim=-1)
+        probabilities_RNV = logits_RNV.softmax(dim=-1, dtype=torch.float32)
+        mass_RN = probabilities_RNV.masked_fill_(~allowed_RNV, 0.0).sum(dim=-1).log()
         self._proposed = view, mass_RN
         without = self._canvas.excluded_token_id
         uniform_RN = None
@@ -418,27 +420,32 @@ class AutomatonDecoder:
         if not places:
             return None
         own = [rows[place] for place in places]
-        graph = self._graph(own, vocabulary)
-        firsts = [canvas.firsts[row] for row in own]
-        ends = [canvas.text_ends[row] for row in own]
+        every_first, every_end = canvas.firsts, canvas.text_ends
+        firsts, ends = [every_first[row] for row in own], [every_end[row] for row in own]
         first = canvas.block.start
         # With masks in the prompt, given tokens follow the block.
         stop = canvas.width if canvas.has_holes else canvas.block.stop
-        start_R = self._states(own, graph, [first - one for one in firsts])
         device, columns = canvas.tokens.device, slice(first, stop)
-        columns_RD = canvas.columns(self._selected(own), columns)
-        numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
-        outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
+        names = [canvas.names[row] for row in own]
+        key = names, [self._constraints[name] for name in names], places, len(rows), firsts, ends, first, stop
+        if self._block is None or self._block[0] != key:  # else the same rows are inside the same block
+            graph = self._graph(own, vocabulary)
+            start_R = self._states(own, graph, [first - one for one in firsts])
+            columns_RD = canvas.columns(self._selected(own), columns)
+            numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
+            outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
+            left_R = (numbers_2R[1, :, 0] - stop).clamp(min=0)
+            final_G = torch.where(graph.distances <= left_R[graph.state_rows], 0.0, NEVER)
+            index = None if len(places) == len(rows) else to_device(places, device)
+            self._block = key, graph, start_R, outside_RD, final_G, index
+        _, graph, start_R, outside_RD, final_G, index = self._block
         tokens_RD = canvas.take(self._selected(own), columns)
         if open_all:
             tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(self._selected(own), columns), MASK)
         fixed_RDC = torch.full((*tokens_RD.shape, graph.classes), NEVER, device=device)
         fixed_RDC.scatter_(2, graph.class_of(tokens_RD)[..., None], 0.0)
         open_RDC = fixed_RDC.masked_fill((tokens_RD == MASK)[..., None], 0.0)
-        left_R = (numbers_2R[1, :, 0] - stop).clamp(min=0)
-        final_G = torch.where(graph.distances <= left_R[graph.state_rows], 0.0, NEVER)
         lattice = Lattice(graph, start_R, final_G, outside_RD, open_RDC.transpose(0, 1).contiguous())
-        index = None if len(places) == len(rows) else to_device(places, device)
         return _View(own, index, lattice, first, graph)
 
     def _states(self, rows: list[int], graph: Graph, counts: list[int]) -> torch.Tensor:
@@ -498,15 +505,10 @@ def _of_columns(values_DRC: torch.Tensor, place_RN: torch.Tensor) -> torch.Tenso
 
 def _class_weights(logits_RNV: torch.Tensor, graph: Graph, *, summed: bool = False) -> torch.Tensor:
     """float64 [R, N, C], logarithm of the probability of each class' best token, or of all its tokens."""
-    class_RNV = graph.token_classes[:, None].expand(logits_RNV.shape)
-    sizes = *logits_RNV.shape[:2], graph.classes
     if summed:
-        empty_RNC = logits_RNV.new_zeros(sizes, dtype=torch.float64)
-        return empty_RNC.scatter_add(2, class_RNV, logits_RNV.softmax(dim=-1, dtype=torch.float64)).log()
-    best_RNC = logits_RNV.new_full(sizes, NEVER, dtype=torch.float32).scatter_reduce(
-        2, class_RNV, logits_RNV.float(), "amax"
-    )
-    return (best_RNC - logits_RNV.float().logsumexp(dim=-1, keepdim=True)).double()
+        return graph.by_class(logits_RNV.softmax(dim=-1, dtype=torch.float64), summed=True).log()
+    best_RNC = graph.by_class(logits_RNV, summed=False).double()
+    return best_RNC - logits_RNV.float().logsumexp(dim=-1, keepdim=True)
 
 
 def _best_of_class(logits_RNV: torch.Tensor, graph: Graph, class_RN: torch.Tensor) -> torch.Tensor:

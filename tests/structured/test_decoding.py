@@ -317,3 +317,18 @@ def test_the_mass_of_the_feasible_tokens_is_reported() -> None:
             feasible = {text[place] for text in texts if text[:place] == event.tokens[:place]}
             mass += float(probabilities[place, [*feasible]].sum().log())
         assert event.constraint_log_mass == pytest.approx(mass)
+
+
+@pytest.mark.parametrize("vocabulary", [TOKENS, 700])
+def test_values_are_reduced_by_class(vocabulary: int) -> None:
+    """Of two automata in one batch, also with more tokens in a class than a group has."""
+    table = {0: {**dict.fromkeys(range(min(vocabulary - 1, 600)), 0), 3: 1}, 1: {2: 0}}
+    automata = [small(), automaton(table, [0], vocabulary, [vocabulary - 1])]
+    graph = Graph.of(automata, vocabulary, torch.device("cpu"))
+    values_RNV = torch.randn(2, 3, vocabulary, dtype=torch.float64)
+    for summed in (True, False):
+        found_RNC = graph.by_class(values_RNV, summed=summed)
+        for row, column, kind in product(range(2), range(3), range(graph.classes)):
+            own = values_RNV[row, column, graph.token_classes[row] == kind]
+            expected = own.sum() if summed else own.max() if len(own) else torch.tensor(-torch.inf)
+            assert torch.allclose(found_RNC[row, column, kind], expected.double())
