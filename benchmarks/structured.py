@@ -1,121 +1,124 @@
-"""Structured output: what a constraint costs.
+"""Structured output: which JSON schemas are accepted, what compiling them costs, and whether texts are valid.
 
-    python benchmarks/structured.py overhead
-    python benchmarks/structured.py overhead --device cpu --tiny
+    python benchmarks/structured.py SCHEMAS --tokenizer CHECKPOINT
 
-overhead: ms of a denoising step with and without a constraint, for automata of several numbers of states, batches of 1
-and 32 rows, greedy and at temperature 1. The model has LLaDA's architecture in SmolLM2-135M's shape (30 layers of 576,
-49,152 tokens), with random weights in bf16; its sampler is llada with a threshold, in blocks of 32. An automaton's
-states have 15 classes of tokens each, of 96. A line of JSON for each; the first run of a shape does not count.
+SCHEMAS is a folder with JSON schemas in files *.json, at any depth, such as data/ of a checkout of
+guidance-ai/jsonschemabench. A seeded sample of them is compiled, and random walks through each token automaton are
+decoded, parsed and validated with the package `jsonschema` (with its formats). Prints a row for each schema that is
+refused or has an invalid text, and at the end the shares, the median and the 99th percentile of the CPU seconds,
+states and classes of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import random
+import statistics
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import jsonschema
+import numpy as np
+from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from dlm_bridge.generation.engine import SamplingEngine
-from dlm_bridge.generation.request import Ended, Request
-from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
+from dlm_bridge.errors import SettingError
+from dlm_bridge.structured import compile
 from dlm_bridge.structured.automaton import TokenAutomaton
-from dlm_bridge.structured.decoding import AutomatonConstraint
-
-CLASSES, DEGREE = 96, 15
+from dlm_bridge.structured.constraint import Constraint
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("overhead",))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--states", type=int, nargs="+", default=[10, 100, 500, 1000])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--execution", choices=("eager", "graph", "compiled"), default="graph")
-    parser.add_argument("--tiny", action="store_true", help="a model of one layer, on which the command is tried")
-    overhead(parser.parse_args())
+    parser.add_argument("schemas", type=Path)
+    parser.add_argument("--tokenizer", required=True, help="folder or name of a model")
+    parser.add_argument("--sample", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--walks", type=int, default=5, help="random texts of each schema")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens after which a walk takes the shortest way out")
+    parser.add_argument("--seconds", type=float, default=60, help="limit of one compilation")
+    options = parser.parse_args(arguments)
+    files = sorted(options.schemas.rglob("*.json"))
+    files = random.Random(options.seed).sample(files, min(options.sample, len(files)))
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    compile.cached, compile.store = lambda key: None, lambda key, automaton: None  # every one is compiled
+    reasons: Counter[str] = Counter()
+    seconds, states, classes, invalid = [], [], [], 0
+    for file in files:
+        schema = json.loads(file.read_text())
+        start = time.process_time()
+        try:
+            automaton = compiled(schema, tokenizer, options.seconds)
+        except SettingError as error:
+            reasons[error.reason.rpartition(": ")[2]] += 1
+            print(f"{file.relative_to(options.schemas)}: refused: {error.reason}", flush=True)
+            continue
+        finally:
+            seconds.append(time.process_time() - start)
+        states.append(len(automaton.accepting))
+        classes.append(automaton.transitions.shape[1])
+        problem = first_invalid(automaton, tokenizer, schema, options.walks, options.tokens)
+        if problem is not None:
+            invalid += 1
+            print(f"{file.relative_to(options.schemas)}: INVALID: {problem}", flush=True)
+    count = len(files)
+    print(
+        f"schemas {count}, accepted {len(states)} ({len(states) / max(count, 1):.1%}), with an invalid text {invalid}"
+    )
+    for name, values in (("CPU seconds", seconds), ("states", states), ("classes", classes)):
+        if values:
+            print(f"{name}: median {statistics.median(values):.4g}, 99% {np.quantile(values, 0.99):.4g}")
+    for reason, number in reasons.most_common(20):
+        print(f"{number:5} {reason}")
 
 
-def overhead(options: argparse.Namespace) -> None:
-    device = torch.device(options.device)
-    model = random_model(options.tiny).to(device)
-    execution = options.execution if device.type == "cuda" else "eager"
-    for rows in options.rows:
-        for temperature in (0.0, 1.0):
-            settings = {
-                "threshold": 0.9, "block_length": 32, "temperature": temperature, "gen_length": options.new_tokens,
-                "execution": execution,
-            }  # fmt: skip
-            free = step_ms(model, settings, rows, None)
-            print_row(rows=rows, temperature=temperature, states=0, step_ms=free)
-            for states in options.states:
-                constraint = AutomatonConstraint(random_automaton(states, model.config.vocab_size))
-                bound = step_ms(model, settings, rows, constraint)
-                print_row(
-                    rows=rows, temperature=temperature, states=states, step_ms=bound, overhead_ms=bound - free,
-                    overhead_percent=100 * (bound / free - 1),
-                )  # fmt: skip
+def compiled(schema: Any, tokenizer: Any, seconds: float) -> TokenAutomaton:
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return compile.compile_constraint(
+        Constraint.json_schema(json.dumps(schema)),
+        tokenizer,
+        vocabulary_size=len(tokenizer),
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_ids=ends,
+        pad_token_id=tokenizer.pad_token_id,
+        seconds=seconds,
+    )
 
 
-def print_row(**values: Any) -> None:
-    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
-    print(json.dumps(rounded), flush=True)
+def first_invalid(automaton: TokenAutomaton, tokenizer: Any, schema: Any, walks: int, tokens: int) -> str | None:
+    """Problem of the first random text that is not valid; None if all are."""
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    rng = random.Random(0)
+    for _ in range(walks):
+        text = tokenizer.decode(random_walk(automaton, rng, tokens))
+        try:
+            validator.validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"{' '.join(str(error).split())[:200]} in {text[:200]}"
+    return None
 
 
-def step_ms(model: Any, settings: dict[str, Any], rows: int, constraint: AutomatonConstraint | None) -> float:
-    """ms per forward pass, with everything between two of them; the second of two runs."""
-    for _ in range(2):
-        engine = SamplingEngine(model, settings, max_rows=rows, max_length=settings["gen_length"] + 32, stream=False)
-        for number in range(rows):
-            engine.submit(Request(number, list(range(1, 17)), seed=number, constraint=constraint))
-        began = time.perf_counter()
-        ended = 0
-        while not engine.idle:
-            ended += sum(isinstance(event, Ended) for event in engine.step())
-        seconds = time.perf_counter() - began
-        assert ended == rows
-        forwards = engine.forwards
-        engine.close()
-    return 1000 * seconds / forwards
-
-
-def random_model(tiny: bool) -> Any:
-    torch.manual_seed(0)
-    width, layers, vocabulary = (32, 1, 256) if tiny else (576, 30, 49152)
-    config = LLaDAConfig(
-        d_model=width, n_layers=layers, n_heads=9 if not tiny else 2, n_kv_heads=3 if not tiny else 2,
-        mlp_hidden_size=1536 if not tiny else 64, vocab_size=vocabulary, embedding_size=vocabulary,
-        mask_token_id=vocabulary - 1, eos_token_id=vocabulary - 2, pad_token_id=vocabulary - 2,
-        max_sequence_length=2048,
-    )  # fmt: skip
-    return LLaDAModelLM(config).to(torch.float32 if tiny else torch.bfloat16).eval()
-
-
-def random_automaton(states: int, vocabulary: int) -> TokenAutomaton:
-    """Chain of states with random classes to the next, and to the state itself. Every eighth state accepts."""
-    generator = torch.Generator().manual_seed(states)
-    classes = torch.randint(1, CLASSES, (vocabulary,), generator=generator)
-    end_token = vocabulary - 2
-    classes[end_token], classes[vocabulary - 1] = CLASSES, 0
-    table = torch.full((states + 1, CLASSES + 1), -1)
-    for state in range(states):
-        own = torch.randperm(CLASSES - 1, generator=generator)[:DEGREE] + 1
-        table[state, own] = min(state + 1, states - 1)
-        table[state, own[:3]] = state
-    accepting = torch.zeros(states + 1, dtype=torch.bool)
-    accepting[7:states:8] = accepting[states - 1] = accepting[states] = True
-    table[accepting, CLASSES] = states
-    distances = torch.zeros(states + 1, dtype=torch.long)
-    for state in reversed(range(states)):
-        distances[state] = 0 if accepting[state] else distances[state + 1] + 1
-    return TokenAutomaton(classes, table, accepting, distances, states, (end_token,))
+def random_walk(automaton: TokenAutomaton, rng: random.Random, tokens: int) -> list[int]:
+    """Tokens of a random text: classes are drawn, then a token of the class."""
+    members: dict[int, list[int]] = {}
+    for token, each in enumerate(automaton.classes.tolist()):
+        members.setdefault(each, []).append(token)
+    state, found = 0, []
+    while not (automaton.accepting[state] and (rng.random() < 0.3 or len(found) > tokens)):
+        row = automaton.transitions[state]
+        options = [each for each in (row >= 0).nonzero().flatten().tolist() if int(row[each]) != automaton.end]
+        if not options:
+            break
+        if len(found) > tokens:
+            options = [min(options, key=lambda each: int(automaton.distances[row[each]]))]
+        chosen = rng.choice(options)
+        found.append(rng.choice(members[chosen]))
+        state = int(row[chosen])
+    return found
 
 
 if __name__ == "__main__":

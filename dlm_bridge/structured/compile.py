@@ -34,7 +34,7 @@ MAX_STATES = 50_000
 SECONDS = 60.0
 OBJECT_DEPTH = 5  # levels of arrays and objects of `Constraint.json_object`
 GRAMMAR_DEPTHS = (24, 12, 6, 3)  # recursive rules that lie in each other
-_NESTED_STATES = 5000  # limit before a smaller depth is tried
+_NESTED_STATES = 6000  # limit before a smaller depth is tried
 _MAX_ENTRIES = 100_000_000  # of the table of transitions: 800 MB
 _CHUNK = 1 << 21  # pairs of a state and a prefix of a token that are expanded together
 
@@ -177,9 +177,9 @@ def _writable(value: bytes, names: set[bytes], longest: int) -> bool:
 def _token_automaton(
     automaton: ByteAutomaton, tokens: TokenBytes, ends: tuple[int, ...], limits: Limits
 ) -> TokenAutomaton:
-    transitions, accepting = automaton.transitions, automaton.accepting
     if tokens.strips_space:
-        transitions, accepting = _stripping_space(automaton)
+        automaton = _stripping_space(automaton)
+    transitions, accepting = automaton.transitions, automaton.accepting
     trie = _Trie(tokens.tokens, automaton.classes, transitions)
     reached, hashes = _explore(trie, transitions, limits)
     kinds, first = _kinds_of(hashes)  # kind of each node with tokens, and a node of each kind
@@ -204,13 +204,16 @@ def _token_automaton(
     return _pruned(classes, table, accepting[order], ends)
 
 
-def _stripping_space(automaton: ByteAutomaton) -> tuple[np.ndarray, np.ndarray]:
+def _stripping_space(automaton: ByteAutomaton) -> ByteAutomaton:
     """A start state in front of the start state: one space is optional, since decoding removes it."""
-    transitions = automaton.transitions.copy()
-    rows = np.vstack([transitions[:1], np.where(transitions < 0, -1, transitions + 1)])
-    rows[0] = rows[1]
-    rows[0, automaton.classes[32]] = 1
-    return rows, np.concatenate([automaton.accepting[:1], automaton.accepting])
+    space = automaton.transitions[:, automaton.classes[32]]
+    transitions = np.column_stack([automaton.transitions, space])  # the space has a class of its own
+    classes = automaton.classes.copy()
+    classes[32] = transitions.shape[1] - 1
+    following = np.where(transitions < 0, -1, transitions + 1)
+    rows = np.vstack([following[:1], following])
+    rows[0, -1] = 1
+    return ByteAutomaton(classes, rows, np.concatenate([automaton.accepting[:1], automaton.accepting]))
 
 
 class _Trie:
@@ -222,8 +225,9 @@ class _Trie:
         data = classes[np.frombuffer(b"".join(tokens), np.uint8)]
         starts = np.cumsum(lengths) - lengths
         used = (transitions >= 0).any(axis=0)
-        dead = np.append(0, np.cumsum(~used[data]))
-        alive = np.nonzero((lengths > 0) & (dead[starts + lengths] == dead[starts]))[0]
+        dead: np.ndarray = np.append(0, np.cumsum(~used[data]))
+        whole: np.ndarray = np.equal(dead[starts + lengths], dead[starts])
+        alive = np.nonzero((lengths > 0) & whole)[0]
         count, width = 1, transitions.shape[1]
         parents, symbols, offset = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0
         ids, nodes = [], []

@@ -10,6 +10,7 @@ ranges, patterns or properties. Without a proof the schema is refused.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -113,19 +114,23 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Nesting:
-    """How deep nested values are written.
+    """How deep and how long values are written. Texts stay valid, but not every valid value has one.
 
     Args:
         references: recursive references that lie in each other.
         free: levels of arrays and objects of values that the schema leaves open.
+        characters: most characters of a string with `maxLength`, if its `minLength` allows so few.
+        items: most items of an array with `maxItems`, if its `minItems` allows so few.
     """
 
     references: int
     free: int
+    characters: int = sys.maxsize
+    items: int = sys.maxsize
 
 
-# From the deepest: a schema that needs too many states is compiled again with the next one.
-NESTINGS = (Nesting(5, 2), Nesting(3, 1), Nesting(2, 1), Nesting(1, 0))
+# From the largest: a schema that needs too many states is compiled again with the next one.
+NESTINGS = (Nesting(5, 2), Nesting(3, 1, 256, 64), Nesting(2, 1, 128, 16), Nesting(1, 0, 64, 8))
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,7 @@ class SchemaCompiler:
             branches = self._branches(schema, "oneOf", pointer, level, checking)
             lists.append(self._one_of(branches, schema["oneOf"], f"{pointer}/oneOf", level))
         if "not" in schema:
-            lists.append([_Alternative(pointer, excluded=self._excluded(schema["not"], f"{pointer}/not", level))])
+            lists += self._unmet(schema["not"], f"{pointer}/not", level)
         if "if" in schema and ("then" in schema or "else" in schema):
             lists.append(self._conditional(schema, pointer, level, checking))
         lists += self._dependent(schema, pointer, level, checking)
@@ -341,8 +346,24 @@ class SchemaCompiler:
         condition = self._expand(schema["if"], f"{pointer}/if", level, checking)
         then = self._expand(schema.get("then", True), f"{pointer}/then", level, checking)
         otherwise = self._expand(schema.get("else", True), f"{pointer}/else", level, checking)
-        unmet = _Alternative(pointer, excluded=self._excluded(schema["if"], f"{pointer}/if", level))
-        return self._all_of([condition, then], pointer) + self._all_of([[unmet], otherwise], pointer)
+        unmet = self._unmet(schema["if"], f"{pointer}/if", level)
+        return self._all_of([condition, then], pointer) + self._all_of([*unmet, otherwise], pointer)
+
+    def _unmet(self, schema: Any, pointer: str, level: int) -> list[list[_Alternative]]:
+        """The schema does not hold. An object lacks a required property, or the value of a property is not valid."""
+        lists = []
+        for each, at in self._excluded(schema, pointer, level):
+            alternatives = []
+            for name in each.required:
+                alternatives.append(_Alternative(pointer, level, properties={name: ((False, at),)}))
+            for name, parts in (each.properties or {}).items():
+                negated = {"not": {"allOf": [part for part, _ in parts]}}
+                self._kept.append(negated)
+                alternatives.append(
+                    _Alternative(pointer, level, required=(name,), properties={name: ((negated, at),)})
+                )
+            lists.append(alternatives or [_Alternative(pointer, level, excluded=((each, at),))])
+        return lists
 
     def _dependent(self, schema: dict[str, Any], pointer: str, level: int, checking: bool) -> list[list[_Alternative]]:
         """`dependentRequired` and `dependentSchemas`: a property is absent, or what depends on it holds."""
@@ -552,13 +573,17 @@ class SchemaCompiler:
         return numbers(least_bound, above, most_bound, below, self.limits)
 
     def _string(self, alternative: _Alternative) -> Node:
-        least, most = alternative.least_length or 0, alternative.most_length
+        least, most = self._lengths(alternative)
         if not alternative.patterns and not alternative.formats:
             return free_string() if not least and most is None else plain_string(least, most)
         return sequence(QUOTE, self._content(alternative), QUOTE)
 
-    def _content(self, alternative: _Alternative) -> Node:
+    def _lengths(self, alternative: _Alternative) -> tuple[int, int | None]:
         least, most = alternative.least_length or 0, alternative.most_length
+        return least, most if most is None or most < least else min(most, max(least, self.nesting.characters))
+
+    def _content(self, alternative: _Alternative) -> Node:
+        least, most = self._lengths(alternative)
         contents = [self._pattern(*each)[0] for each in alternative.patterns]
         contents += [format_content(name) for name, _ in alternative.formats]
         if least or most is not None or not contents:
@@ -583,6 +608,8 @@ class SchemaCompiler:
 
     def _array(self, alternative: _Alternative) -> Node:
         least, most = alternative.least_items or 0, alternative.most_items
+        if most is not None and most >= least:
+            most = min(most, max(least, self.nesting.items))
         prefix = [self._node(parts, alternative.level) for parts in alternative.prefix]
         if alternative.unique and (most is None or most > 1):
             return self._unique(alternative, prefix, least, most)

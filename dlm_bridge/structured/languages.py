@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes: sorted, disj
 START, END = 256, 257  # symbols beside the bytes: the anchors `^` and `$`
 _ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # without surrogates, which UTF-8 cannot encode
 _LARGE = 3000  # states from which only the acyclic part is minimized
-_NFA = 40  # states of the nondeterministic automaton for each permitted one of the deterministic automaton
+_NFA = 20  # states of the nondeterministic automaton for each permitted one of the deterministic automaton
 
 
 class TooLargeError(ValueError):
@@ -347,14 +347,33 @@ class _Nfa:
             self.empty[after] = (end, self.build(node.separator, first))
             count = max(node.least, 1)
         else:
-            after = end
-            for _ in range(node.most - max(node.least, 1)):
-                after = self._state(empty=(self.build(sequence(node.separator, node.part), after), end))
             count = max(node.least, 1)
+            after = self._copies(sequence(node.separator, node.part), node.most - count, end, optional=True)
             first = self.build(node.part, after)
-        for _ in range(count - 1):
-            first = self.build(node.part, self.build(node.separator, first))
+        first = self._copies(sequence(node.part, node.separator), count - 1, first, optional=False)
         return first if node.least else self._state(empty=(first, end))
+
+    def _copies(self, node: Node, count: int, end: int, optional: bool) -> int:
+        """State from which `count` copies of the node lead to `end`; `optional`: so many at most. The first one is
+        built, the others are its states, moved."""
+        if not count:
+            return end
+        hole = self._state()  # the end of the first copy
+        start = len(self.edges)
+        entry = self.build(node, hole)
+        stop, following = len(self.edges), end
+        for _ in range(count):
+            shift = len(self.edges) - start
+            for state in range(start, stop):
+                edges, empty = self.edges[state], self.empty[state]
+                self.edges.append(tuple([(m, following if t == hole else t + shift) for m, t in edges]))
+                self.empty.append(tuple([following if t == hole else t + shift for t in empty]))
+            moved = following if entry == hole else entry + shift
+            following = self._state(empty=(moved, end)) if optional else moved
+            self.limits.check_time()
+            if len(self.edges) > _NFA * self.limits.max_states:
+                self.limits.check_states(len(self.edges))
+        return following
 
     def _entries(self, node: _Entries, end: int) -> int:
         none = end if not node.not_empty else self._state()

@@ -31,7 +31,7 @@ _ECMA_SPACES: Ranges = (*_SPACES, (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200
                         (0x205F, 0x205F), (0x3000, 0x3000))  # fmt: skip
 _ECMA_LINES: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
-_QUANTIFIER = re.compile(r"\{(?:(\d+)(?:(,)(\d*))?|,(\d+))\}")
+_QUANTIFIER = re.compile(r"\{(\d*)(?:(,)(\d*))?\}")
 _HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
 _MAX_COUNT = 100_000
 _MAX_DEPTH = 100
@@ -119,11 +119,11 @@ class _Parser:
         match = _QUANTIFIER.match(self.pattern, self.position)
         if match is None:
             return None
+        least, comma, most = match.groups()
+        if not least and (self.ecma or not comma):  # these characters themselves
+            return None
         self.position = match.end()
-        least, comma, most, only_most = match.groups()
-        if only_most is not None:
-            return 0, int(only_most)
-        return int(least), int(most) if most else None if comma else int(least)
+        return int(least or 0), int(most) if most else None if comma else int(least)
 
     def _atom(self, depth: int) -> tuple[Node, bool]:
         start = self.position
