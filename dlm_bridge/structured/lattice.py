@@ -112,10 +112,11 @@ class Graph:
         (rows, count), (groups, size) = values_RNV.shape[:2], self.chunks.shape[1:]
         grouped = values_RNV.gather(2, self.chunks.view(rows, 1, -1).expand(-1, count, -1))
         grouped = grouped.view(rows, count, groups, size)
-        class_RNK = self.chunk_classes[:, None].expand(-1, count, -1)
-        if summed:
+        if summed:  # by a product, whose order of additions is always the same
             partial_RNK = grouped.masked_fill(self.repeated[:, None], 0.0).sum(dim=-1)
-            return values_RNV.new_zeros(rows, count, self.classes).scatter_add(2, class_RNK, partial_RNK)
+            of_class_RKC = torch.nn.functional.one_hot(self.chunk_classes, self.classes)
+            return partial_RNK @ of_class_RKC.to(partial_RNK.dtype)
+        class_RNK = self.chunk_classes[:, None].expand(-1, count, -1)
         empty_RNC = values_RNV.new_full((rows, count, self.classes), NEVER)
         return empty_RNC.scatter_reduce(2, class_RNK, grouped.amax(dim=-1), "amax")
 
