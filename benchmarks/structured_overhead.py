@@ -3,10 +3,10 @@
     python benchmarks/structured_overhead.py
     python benchmarks/structured_overhead.py --device cpu --tiny
 
-For automata of several numbers of states, batches of 1 and 32 rows, greedy and at temperature 1. The model has the
-architecture of LLaDA in SmolLM2-135M's shape (30 layers of 576, 49,152 tokens), with random weights in bf16; its sampler is
-llada with a threshold, in blocks of 32. An automaton's states have 15 classes of tokens each, of 96. A line of JSON for
-each; the first run of a shape does not count.
+For automata of several numbers of states, batches of 1 and 32 rows, greedy and at temperature 1. The model is LLaDA in
+the shape of SmolLM2-135M (30 layers of 576, 49,152 tokens), with random weights in bf16; its sampler is llada with a
+threshold, in blocks of 32. An automaton's states have 15 classes of tokens each, of 96. A line of JSON for each; the
+first run of a shape does not count.
 """
 
 from __future__ import annotations
