@@ -2,4 +2,8 @@
 
 from dlm_bridge.registration import Extension
 
-EXTENSION = Extension("structured", extra="dlm-bridge[structured]")
+EXTENSION = Extension(
+    "structured",
+    extra="dlm-bridge[structured]",
+    features={"constraint": "dlm_bridge.structured.decoding:compiled_constraints"},
+)
