@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation import autoregressive, gemma
+from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.prompts import PromptLimits, check_row
 from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request
@@ -66,6 +67,7 @@ def open_engine(
     max_length: int | None = None,
     stream: bool = False,
     record: bool = False,
+    observers: Sequence[StepObserver] = (),
     deliver: Callable[[list[Event]], None] | None = None,
 ) -> Engine:
     """Create the engine for a diffusion or autoregressive model.
@@ -73,6 +75,7 @@ def open_engine(
     Args:
         settings: keyword arguments of `generate`, without a seed; for DiffusionGemma, `gemma.GemmaSettings`.
         max_rows, max_length, stream, record: see `SamplingEngine`.
+        observers: see `SamplingEngine`; of diffusion models, except DiffusionGemma.
         deliver: for engines with closed batches, see `AutoregressiveEngine`.
 
     Raises:
@@ -80,7 +83,7 @@ def open_engine(
     """
     if is_diffusion(model):
         options: dict[str, Any] = {"max_rows": max_rows, "max_length": max_length, "tokenizer": tokenizer}
-        return SamplingEngine(model, settings, stream=stream, record=record, **options)
+        return SamplingEngine(model, settings, stream=stream, record=record, observers=observers, **options)
     if not gemma.is_gemma(model):
         return autoregressive.AutoregressiveEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)
     if gemma.supports_drafts(model, gemma.gemma_keywords(model, settings)):

@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
+from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
+from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.generation.offline import check_prompts, open_engine
 from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import MASK, Engine, Event
@@ -21,9 +23,11 @@ from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import InfillPrompt, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
+from dlm_bridge.serving.scores import ScoreRecorder, ScoringEngine
 
 TOO_LONG = "context_length_exceeded"  # the error's code in OpenAI's API
 DEFAULT_LENGTH = 4096  # default limit of prompt and new tokens; memory is planned for texts of the limit's length
+SCORES = "scores"  # key beside a job's settings: the arguments `top` and `samples` of `ScoringEngine`
 LENGTHS = ("gen_length", "max_new_tokens", "max_length")  # settings that determine the number of new tokens
 
 
@@ -68,15 +72,20 @@ class ServedModel:
         self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None] | None = None
     ) -> Engine:
         """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
-        return open_engine(
-            self.loaded.model,
+        model = self.loaded.model
+        top, samples = settings.get(SCORES, (None, 0))
+        recorder = ScoreRecorder(top) if top is not None and self.loaded.diffusion else None
+        engine = open_engine(
+            model,
             self.loaded.tokenizer,
-            settings,
+            {name: value for name, value in settings.items() if name != SCORES},
             max_rows=max_rows,
             max_length=self.limit,
             stream=True,
+            observers=() if recorder is None else (recorder,),
             deliver=deliver,
         )
+        return engine if top is None and not samples else ScoringEngine(engine, model, recorder, top, samples)
 
     def plan(self) -> Capacity:
         """Batch size for texts of `limit` tokens that fits free memory, with the default number of new tokens."""
@@ -113,10 +122,16 @@ class ServedModel:
             if not self.loaded.diffusion:
                 raise RequestError(f"{self.name} is autoregressive: only diffusion models fill in masks", 400)
             settings = {name: value for name, value in settings.items() if name not in LENGTHS} | {"infill": True}
+        if request.scored:
+            self._check_scores(request, settings)
         copies = []
         for number, prompt in enumerate(self._prompts(request)):  # stops at the first prompt that is too long
             name = f"prompt[{number}]" if len(request.prompts) > 1 else request.prompt_field
             own = self._job_settings(prompt, name, settings, request.prompt_field)
+            if request.scored:
+                if request.bound and not prompt:
+                    raise RequestError("elbo_samples needs a prompt of at least one token", param="dlm")
+                own[SCORES] = (request.logprobs, request.bound or 0)
             copies += [(prompt, own)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
         rows = [prompt for prompt, _ in copies]
@@ -130,6 +145,36 @@ class ServedModel:
             jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index)))
         return jobs
 
+    def call_parser(self, request: TextRequest) -> Any:
+        """Parser of the calls of tools in a text of the request; None if it may not call any."""
+        if request.tools is None:
+            return None
+        return request.tools.parser(self.loaded.tokenizer.chat_template)
+
+    def _check_scores(self, request: TextRequest, settings: Mapping[str, Any]) -> None:
+        """Raise RequestError for log probabilities or bounds that the model or its sampler does not have."""
+        model = self.loaded.model
+        if is_gemma(model):
+            name = "dlm" if request.logprobs is None else "logprobs"
+            raise RequestError(f"{name} is not supported for DiffusionGemma, whose drafts have no masks", param=name)
+        if request.logprobs is not None and self.loaded.diffusion:
+            found = resolve_settings(model, None, settings, prompt_width=1)
+            layout = found.sampler.spec(SpecialTokens.of(found)).layout
+            if layout.first_masks is not None or layout.closing is not None:
+                raise RequestError(
+                    f"logprobs is not supported by the sampler {found.sampler.name}: it moves or sets tokens that no "
+                    "forward pass proposed at their positions",
+                    param="logprobs",
+                )
+        if request.bound:
+            if request.texts > 1:
+                raise RequestError("elbo_samples needs a single text: send several requests", param="dlm")
+            if not self.loaded.diffusion:
+                raise RequestError(
+                    f"elbo_samples: {self.name} is autoregressive, the sum of its logprobs is exact", param="dlm"
+                )
+            bound_estimator(model)
+
     def _prompts(self, request: TextRequest) -> Iterator[list[int]]:
         tokenizer = self.loaded.tokenizer
         if request.chat:
@@ -138,7 +183,7 @@ class ServedModel:
                 request.messages,
                 self.name,
                 max_chars=self.max_chars,
-                template_args=request.template_args,
+                template_args=request.variables,
             )
         for one in request.prompts:
             if isinstance(one, InfillPrompt):

@@ -2,4 +2,11 @@
 
 from dlm_bridge.registration import Extension
 
-EXTENSION = Extension("structured", extra="dlm-bridge[structured]")
+EXTENSION = Extension(
+    "structured",
+    extra="dlm-bridge[structured]",
+    features={
+        "structured output": "dlm_bridge.structured.requests",
+        "tools": "dlm_bridge.structured.tools",
+    },
+)
