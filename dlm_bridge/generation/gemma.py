@@ -207,6 +207,7 @@ class GemmaEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RowError for a prompt that the model cannot continue."""
+        refuse_constraint(request)
         new = self._given["max_new_tokens"] if request.gen_length is None else request.gen_length
         check_gemma_prompt(self._model, request.prompt, {**self._given, "max_new_tokens": new}, request.name)
         seed = drawn_seeds(1)[0] if request.seed is None else request.seed
@@ -341,6 +342,7 @@ class GemmaLoopEngine(AutoregressiveEngine):
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RowError for a prompt that the model cannot continue."""
+        refuse_constraint(request)
         own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
         check_gemma_prompt(self._model, request.prompt, own, request.name)
         self._waiting.append(request)
@@ -355,6 +357,12 @@ class GemmaLoopEngine(AutoregressiveEngine):
     ) -> Completions:
         own = {} if seeds[0] is None else {"seed": seeds[0]}
         return gemma_loop(self._model, self._tokenizer, input_ids, mask, {**settings, **own}, streamer)
+
+
+def refuse_constraint(request: Request) -> None:
+    """Raise SettingError for a request with a constraint."""
+    if request.constraint is not None:
+        raise SettingError("constraint", "DiffusionGemma's sampler cannot keep it: all its steps change all tokens")
 
 
 def sample_drafts(

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+    from dlm_bridge.generation.constraints import TextDecoder
 
 MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
+
+
+class TextConstraint(Protocol):
+    """Interface of a constraint on the whole text of a request. Objects of one class share a batch."""
+
+    def check(self, name: Hashable, length: int, plan: Any = None) -> None:
+        """Raise RowError or SettingError for a constraint that a text of at most `length` tokens cannot satisfy, or
+        that does not fit the `SamplingPlan` (None: an autoregressive model)."""
+
+    def decoder(self, canvas: Any, noise: Any, constraints: Mapping[Hashable, Any], *, edits: bool) -> TextDecoder:
+        """Decoder for a run of the engine. `constraints` has those of the running rows, by name."""
+
+    def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
+        """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +41,7 @@ class Request:
         gen_length: number of new tokens; None: the engine's setting.
         seed: seed of the request's random numbers; None: drawn from torch's global random state.
         stream: report `Extended` and `Committed` events, if the engine has `stream=True`.
+        constraint: language that the request's text must belong to; see `dlm_bridge.structured`.
     """
 
     name: Hashable
@@ -29,6 +49,7 @@ class Request:
     gen_length: int | None = None
     seed: int | None = None
     stream: bool = True
+    constraint: TextConstraint | None = None
 
 
 @dataclass(frozen=True)
