@@ -12,11 +12,12 @@ import torch
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.engine import SamplingEngine, SamplingPlan
 from dlm_bridge.generation.prompts import PromptLimits, check_row
-from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request
+from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request, TextConstraint
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
+from dlm_bridge.registration import load
 from dlm_bridge.replicas import ALONE, Replicas
 
 
@@ -137,6 +138,30 @@ def prompt_errors(
     return errors
 
 
+def check_constraint(
+    model: Any, constraint: TextConstraint, name: str, prompt: Sequence[int], settings: Mapping[str, Any]
+) -> int:
+    """Check a constraint on the text after a prompt before it is sampled. Returns the maximum number of new tokens.
+
+    Raises:
+        SettingError, RowError: the constraint is invalid, no text of the maximum length satisfies it, or the sampler
+            cannot keep it. `name`: the prompt's name in errors.
+    """
+    if is_diffusion(model):
+        found = resolve_settings(model, None, settings, prompt_width=len(prompt))
+        new = found.limits.gen_length
+        constraint.check(name, new, SamplingPlan.of(found, None, len(prompt)))
+        return new
+    if gemma.is_gemma(model):
+        gemma.refuse_constraint(Request(name, prompt, constraint=constraint))
+    given = call_keywords(model, settings, len(prompt))
+    if (given.get("num_beams") or 1) > 1:
+        raise SettingError("constraint", "excludes `num_beams`")
+    new = given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - len(prompt)
+    constraint.check(name, new)
+    return int(new)
+
+
 def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
     """Keyword arguments of transformers' `generate` for a model that it samples from, and `seed`. `longest`: number of
     tokens of the longest prompt."""
@@ -192,6 +217,7 @@ class PromptSampler:
         replicas: processes that each sample a part of the requests.
         skip: names of requests that are not sampled.
         record: see `SamplingEngine`.
+        constraints: one per prompt, see `Request.constraint`; empty: none.
 
     Attributes:
         copies: requests per prompt. The name of a request is the prompt's index times `copies` plus the copy's index.
@@ -209,6 +235,7 @@ class PromptSampler:
         *,
         record: bool = False,
         skip: Container[int] = (),
+        constraints: Sequence[Any] = (),
     ) -> None:
         self.copies = copies_of(model, settings)
         rows = [prompt for prompt in prompts for _ in range(self.copies)]
@@ -226,7 +253,8 @@ class PromptSampler:
         wanted = sorted((n for n in range(len(rows)) if n not in skip), key=lambda number: -len(rows[number]))
         for number in replicas.share(wanted):
             seed = None if seeds is None else seeds[number]
-            self.engine.submit(Request(number, rows[number], seed=seed, stream=False))
+            constraint = constraints[number // self.copies] if constraints else None
+            self.engine.submit(Request(number, rows[number], seed=seed, stream=False, constraint=constraint))
 
     def __iter__(self) -> Iterator[Ended | Failed]:
         """Iterate over requests as they end or fail. Raises errors that affect all requests."""
@@ -248,6 +276,7 @@ def write_texts(
     settings: Mapping[str, Any],
     *,
     streamer: Any = None,
+    constraint: Any = None,
 ) -> GeneratedTexts:
     """Sample texts for all prompts in one batch, padded on the left.
 
@@ -257,6 +286,7 @@ def write_texts(
             `generate`, with `gen_length` and `seed`, for an autoregressive model, where a temperature implies
             `do_sample`; `gemma.GemmaSettings` for DiffusionGemma.
         streamer: the `streamer` of that `generate`.
+        constraint: language that the texts belong to, a `structured.Constraint`.
 
     Raises:
         SettingError: the model does not support a setting.
@@ -278,10 +308,19 @@ def write_texts(
         given = {**settings, "tokenizer": tokenizer}  # for stop_strings
         if streamer is not None:
             given["streamer"] = streamer
+        if constraint is not None:
+            given["constraint"] = constraint
         output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
         rows, ends = output.sequences.tolist(), output.row_ends.tolist()
         forwards, rate = output.forwards, output.tokens_per_forward
     else:
+        if constraint is not None:
+            bound = load("features", "constraint")(constraint, tokenizer, len(prompts))
+            new = [
+                check_constraint(model, one, "prompt", ids, settings) for one, ids in zip(bound, prompts, strict=True)
+            ]
+            processors = [*(settings.get("logits_processor") or ()), bound[0].processor(bound, width, max(new))]
+            settings = {**settings, "logits_processor": processors}
         if gemma.is_gemma(model):
             found = gemma.sample_drafts(model, tokenizer, input_ids, mask, settings, streamer)
         else:

@@ -122,7 +122,7 @@ class TextRequest:
         choices: number of texts per prompt.
         include_usage: end a stream with the token counts.
         constraint: the texts' format, see `FORMATS`; None: any text.
-        format_field: the JSON field that states it.
+        format_field: name of the JSON field that states it.
         tools: the tools of a chat that may be called, a `ToolChoice` of the extension `structured`.
         logprobs: number of most probable tokens to list with the log probability of each token; None: neither.
         bound: forward passes of the bound of a text's log-likelihood; 0: no bound, None: no figures of sampling.
@@ -149,6 +149,11 @@ class TextRequest:
     def prompt_field(self) -> str:
         """Name of the JSON field that contains the prompts."""
         return self.field or ("messages" if self.chat else "prompt")
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the JSON field that constrains the texts."""
+        return self.format_field or "tools"
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -300,8 +305,8 @@ class _Chat(Body):
 
     @property
     def prompts(self) -> dict[str, Any]:
-        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables, and for contradictory
-        fields."""
+        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables, and for fields that
+        contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
         template_args, name = self.chat_template_kwargs or {}, "chat_template_kwargs"
