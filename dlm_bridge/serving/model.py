@@ -150,7 +150,7 @@ class ServedModel:
         return jobs
 
     def _constraint(self, request: TextRequest) -> Any:
-        """The constraint of the request's texts for this tokenizer, see `Request.constraint`; None if there is none."""
+        """The constraint of the request's texts for this tokenizer, see `Request.constraint`; None if it has none."""
         constraint = request.constraint
         if request.tools is not None:
             constraint = request.tools.constraint(self.loaded.tokenizer.chat_template)
@@ -161,8 +161,8 @@ class ServedModel:
     def _check_constraint(
         self, constraint: Any, request: TextRequest, prompt: Sequence[int], settings: Mapping[str, Any]
     ) -> None:
-        """Compile the constraint. Raises RequestError for one that is invalid, that no text of `max_tokens` satisfies, or
-        that the sampler cannot keep."""
+        """Compile the constraint. Raises RequestError for one that is invalid, that the sampler cannot keep, or that
+        no text of `max_tokens` satisfies."""
         field = request.constraint_field
         settings = {name: value for name, value in settings.items() if name != SCORES}
         try:

@@ -305,8 +305,8 @@ class _Chat(Body):
 
     @property
     def prompts(self) -> dict[str, Any]:
-        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables, and for fields that
-        contradict each other."""
+        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables, and for fields
+        that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
         template_args, name = self.chat_template_kwargs or {}, "chat_template_kwargs"
