@@ -147,18 +147,19 @@ def check_constraint(
         SettingError, RowError: the constraint is invalid, no text of the maximum length satisfies it, or the sampler
             cannot keep it. `name`: the prompt's name in errors.
     """
+    request = Request(name, prompt, constraint=constraint)
     if is_diffusion(model):
         found = resolve_settings(model, None, settings, prompt_width=len(prompt))
         new = found.limits.gen_length
-        constraint.check(name, new, SamplingPlan.of(found, None, len(prompt)))
+        constraint.check(request, new, SamplingPlan.of(found, None, len(prompt)))
         return new
     if gemma.is_gemma(model):
-        gemma.refuse_constraint(Request(name, prompt, constraint=constraint))
+        gemma.refuse_constraint(request)
     given = call_keywords(model, settings, len(prompt))
     if (given.get("num_beams") or 1) > 1:
         raise SettingError("constraint", "excludes `num_beams`")
     new = given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - len(prompt)
-    constraint.check(name, new)
+    constraint.check(request, new)
     return int(new)
 
 

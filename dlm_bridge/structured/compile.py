@@ -12,6 +12,7 @@ import torch
 
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
+from dlm_bridge.structured.composed import composed_language
 from dlm_bridge.structured.constraint import Constraint
 from dlm_bridge.structured.languages import ByteAutomaton, Limits, Node, determinize, distances, text, union
 from dlm_bridge.structured.regex import RegexError, parse_regex
@@ -63,6 +64,8 @@ def compile_constraint(
 
 def _language(constraint: Constraint, tokens: TokenBytes, limits: Limits) -> Node:
     """Syntax tree of a constraint's language."""
+    if constraint.kind in ("tools", "form"):
+        return composed_language(constraint, lambda part: _language(part, tokens, limits), limits)
     if constraint.kind == "regex":
         try:
             return parse_regex(constraint.text)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.structured.composed import tools_constraint
 from dlm_bridge.structured.constraint import Constraint
 
 MAX_CALLS = 16  # calls in one text
@@ -77,15 +78,14 @@ class ToolChoice:
                 'cannot be told apart; set it to "required" or to a function',
             )
         functions = [tool["function"] for tool in self.tools]
-        functions = [one for one in functions if self.name in (None, one["name"])]
+        chosen = [(one["name"], one.get("parameters")) for one in functions if self.name in (None, one["name"])]
         several = self.parallel and self.name is None and bool(style.begin)
-        call = {
-            "functions": [[one["name"], one.get("parameters") or {"type": "object"}] for one in functions],
-            "format": [style.begin, style.end, style.separator],
-            "calls": MAX_CALLS if several else 1,
-            "required": self.required,
-        }
-        return Constraint("tools", json.dumps(call, ensure_ascii=False))
+        return tools_constraint(
+            chosen,
+            (style.begin, style.end, style.separator),
+            required=self.required,
+            most=MAX_CALLS if several else 1,
+        )
 
 
 @dataclass
