@@ -14,12 +14,26 @@ from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.composed import composed_language
 from dlm_bridge.structured.constraint import Constraint
-from dlm_bridge.structured.languages import ByteAutomaton, Limits, Node, determinize, distances, text, union
+from dlm_bridge.structured.json_schema import NESTINGS, SchemaCompiler, SchemaError, parse_schema
+from dlm_bridge.structured.json_text import any_object
+from dlm_bridge.structured.languages import (
+    ByteAutomaton,
+    Limits,
+    Node,
+    TooLargeError,
+    determinize,
+    distances,
+    text,
+    union,
+)
 from dlm_bridge.structured.regex import RegexError, parse_regex
 from dlm_bridge.structured.tokens import TokenBytes, token_bytes
 
 MAX_STATES = 50_000
 SECONDS = 60.0
+OBJECT_DEPTH = 5  # levels of arrays and objects of `Constraint.json_object`
+GRAMMAR_DEPTHS = (8, 4, 2)  # recursive rules that lie in each other
+_NESTED_STATES = 5000  # limit before a smaller depth is tried
 _MAX_ENTRIES = 100_000_000  # of the table of transitions: 800 MB
 _CHUNK = 1 << 21  # pairs of a state and a prefix of a token that are expanded together
 
@@ -55,45 +69,87 @@ def compile_constraint(
     ends = {*eos_token_ids} | ({pad_token_id} if pad_token_id is not None else set())
     excluded = ends | ({mask_token_id} if mask_token_id is not None else set())
     tokens = token_bytes(tokenizer, vocabulary_size, excluded)
-    language = _language(constraint, tokens, limits)
-    automaton = determinize(language, limits)
+    try:
+        automaton = byte_automaton(constraint, limits)
+        if constraint.kind == "choice":
+            _check_choices(constraint.text, tokens)
+        return _token_automaton(automaton, tokens, tuple(sorted(i for i in ends if i < vocabulary_size)), limits)
+    except TooLargeError as error:
+        raise SettingError("constraint", str(error)) from error
+
+
+def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
+    """Automaton of a constraint's texts.
+
+    A schema or grammar that nests without a limit is written to the largest depth of a list whose automaton is small.
+
+    Raises:
+        SettingError: `constraint` is invalid or not supported, or has no text.
+        TooLargeError: a limit is exceeded.
+    """
+    nestings = (
+        NESTINGS if constraint.kind == "json_schema" else GRAMMAR_DEPTHS if constraint.kind == "grammar" else (0,)
+    )
+    for number, nesting in enumerate(nestings):
+        last = number == len(nestings) - 1
+        within = limits if last else Limits(min(limits.max_states, _NESTED_STATES), limits.deadline)
+        try:
+            automaton = determinize(_language(constraint, within, nesting), within)
+            break
+        except TooLargeError:
+            limits.check_time()
+            if last:
+                raise
     if automaton.empty:
         raise SettingError("constraint", "no text satisfies it")
-    return _token_automaton(automaton, tokens, tuple(sorted(i for i in ends if i < vocabulary_size)), limits)
+    return automaton
 
 
-def _language(constraint: Constraint, tokens: TokenBytes, limits: Limits) -> Node:
+def _language(constraint: Constraint, limits: Limits, nesting: Any) -> Node:
     """Syntax tree of a constraint's language."""
     if constraint.kind in ("tools", "form"):
-        return composed_language(constraint, lambda part: _language(part, tokens, limits), limits)
+        return composed_language(constraint, lambda part: _language(part, limits, nesting), limits)
+    if constraint.kind == "json_schema":
+        try:
+            return SchemaCompiler(parse_schema(constraint.text), limits, nesting).compile()
+        except SchemaError as error:
+            raise SettingError("constraint", f"the JSON schema is not supported at {error}") from error
+    if constraint.kind == "json_object":
+        return any_object(OBJECT_DEPTH)
     if constraint.kind == "regex":
         try:
             return parse_regex(constraint.text)
         except RegexError as error:
             raise SettingError("constraint", f"the regular expression is invalid {error}") from error
     if constraint.kind == "choice":
-        return _choices(constraint.text, tokens)
+        return union(*map(text, _choices(constraint.text)))
     raise SettingError("constraint", f"unknown kind {constraint.kind!r}")
 
 
-def _choices(value: str, tokens: TokenBytes) -> Node:
+def _choices(value: str) -> list[str]:
     try:
         choices = json.loads(value)
     except ValueError as error:
         raise SettingError("constraint", f"the choices are not valid JSON: {error}") from error
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise SettingError("constraint", "the choices must be a list of texts that are not empty")
-    names = {each for each in tokens.tokens if each}
-    longest = max(map(len, names), default=0)
     for choice in choices:
         try:
-            encoded = choice.encode()
+            choice.encode()
         except UnicodeEncodeError:
             raise SettingError("constraint", f"the choice {choice!r} has a surrogate, which is no character") from None
+    return choices
+
+
+def _check_choices(value: str, tokens: TokenBytes) -> None:
+    """Raise SettingError for a choice that is no sequence of tokens."""
+    names = {each for each in tokens.tokens if each}
+    longest = max(map(len, names), default=0)
+    for choice in _choices(value):
+        encoded = choice.encode()
         starts = [encoded, b" " + encoded] if tokens.strips_space else [encoded]
         if not any(_writable(start, names, longest) for start in starts):
             raise SettingError("constraint", f"the tokenizer has no tokens that write the choice {choice!r}")
-    return union(*map(text, choices))
 
 
 def _writable(value: bytes, names: set[bytes], longest: int) -> bool:
@@ -119,8 +175,7 @@ def _token_automaton(
     classes[trie.token_ids] = kinds[trie.token_nodes] + 1
     states = np.nonzero(reached)[0]
     if len(states) * (len(first) + 2) > _MAX_ENTRIES:
-        raise SettingError(
-            "constraint",
+        raise TooLargeError(
             f"its automaton of {counted(len(states), 'state')} and {counted(len(first), 'class', 'classes')} of "
             "tokens is too large: shorten strings and arrays (maxLength, maxItems), repetitions or nesting",
         )

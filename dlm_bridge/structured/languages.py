@@ -7,13 +7,12 @@ A syntax tree is built with `characters`, `text`, `sequence`, `union`, `repeat` 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-
-from dlm_bridge.errors import SettingError
 
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes: sorted, disjoint, both ends included
 
@@ -21,6 +20,10 @@ START, END = 256, 257  # symbols beside the bytes: the anchors `^` and `$`
 _ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # without surrogates, which UTF-8 cannot encode
 _LARGE = 3000  # states from which only the acyclic part is minimized
 _NFA = 40  # states of the nondeterministic automaton for each permitted one of the deterministic automaton
+
+
+class TooLargeError(ValueError):
+    """An automaton exceeds the limit of states or of time."""
 
 
 @dataclass
@@ -31,18 +34,17 @@ class Limits:
     deadline: float
 
     def check_states(self, states: int) -> None:
-        """Raise SettingError for an automaton with more states than allowed."""
+        """Raise TooLargeError for an automaton with more states than allowed."""
         if states > self.max_states:
-            raise SettingError(
-                "constraint",
+            raise TooLargeError(
                 f"it needs an automaton of more than {self.max_states:,} states: shorten strings and arrays "
-                "(maxLength, maxItems), repetitions or nesting",
+                "(maxLength, maxItems), repetitions or nesting"
             )
 
     def check_time(self) -> None:
-        """Raise SettingError at the deadline."""
+        """Raise TooLargeError at the deadline."""
         if time.monotonic() > self.deadline:
-            raise SettingError("constraint", "compiling it takes too long: simplify it")
+            raise TooLargeError("compiling it takes too long: simplify it")
 
 
 @dataclass(eq=False)
@@ -232,7 +234,7 @@ def determinize(root: Node, limits: Limits) -> ByteAutomaton:
 
     Anchors hold where they stand at the start or at the end of the text, and nowhere else.
 
-    Raises SettingError beyond the limits.
+    Raises TooLargeError.
     """
     nfa = _Nfa(limits)
     start = nfa.build(root, nfa.accept)
@@ -548,12 +550,12 @@ def _components(successors: list[list[int]]) -> tuple[list[int], list[bool]]:
     return order, alone
 
 
-def _product(a: Node, b: Node, limits: Limits, accepts: object) -> Node:
+def _product(a: Node, b: Node, limits: Limits, accepts: Callable[[Any, Any], Any]) -> Node:
     left, right = determinize(a, limits), determinize(b, limits)
     if left.empty:
         return NOTHING
     if right.empty:
-        return a if accepts(True, False) else NOTHING  # type: ignore[operator]
+        return a if accepts(True, False) else NOTHING
     joined = left.classes * right.transitions.shape[1] + right.classes
     unique, classes = np.unique(joined, return_inverse=True)
     columns_left = np.vstack([left.transitions, np.full((1, left.transitions.shape[1]), -1, np.int32)])
@@ -578,7 +580,7 @@ def _product(a: Node, b: Node, limits: Limits, accepts: object) -> Node:
         rows.append(row)
     in_left = np.append(left.accepting, False)[[i for i, _ in found]]
     in_right = np.append(right.accepting, False)[[j for _, j in found]]
-    accepting = accepts(in_left, in_right)  # type: ignore[operator]
+    accepting = accepts(in_left, in_right)
     return automaton_node(_minimized(classes.reshape(-1), np.array(rows, np.int32), accepting, limits))
 
 
