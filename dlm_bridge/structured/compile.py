@@ -21,6 +21,7 @@ from dlm_bridge.structured.languages import (
     Limits,
     Node,
     TooLargeError,
+    automaton_node,
     determinize,
     distances,
     text,
@@ -108,7 +109,7 @@ def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
 def _language(constraint: Constraint, limits: Limits, nesting: Any) -> Node:
     """Syntax tree of a constraint's language."""
     if constraint.kind in ("tools", "form"):
-        return composed_language(constraint, lambda part: _language(part, limits, nesting), limits)
+        return composed_language(constraint, lambda part: automaton_node(byte_automaton(part, limits)), limits)
     if constraint.kind == "json_schema":
         try:
             return SchemaCompiler(parse_schema(constraint.text), limits, nesting).compile()

@@ -32,7 +32,7 @@ def composed_language(constraint: Constraint, language: Language, limits: Limits
 
 
 def tools_constraint(
-    functions: Sequence[tuple[str, Any]], marks: Sequence[str], *, required: bool, most: int
+    functions: Sequence[tuple[str, Any]], marks: Sequence[str], *, required: bool, several: bool
 ) -> Constraint:
     """Calls of functions.
 
@@ -41,9 +41,9 @@ def tools_constraint(
         marks: text before a call, after it, and between two calls.
         required: the text consists of calls. Otherwise they may follow a text that does not contain the mark before a
             call, or be absent.
-        most: maximum number of calls.
+        several: any number of calls, one after the other; otherwise one.
     """
-    spec = {"functions": list(functions), "marks": list(marks), "required": required, "most": most}
+    spec = {"functions": list(functions), "marks": list(marks), "required": required, "several": several}
     return Constraint("tools", json.dumps(spec, ensure_ascii=False))
 
 
@@ -64,12 +64,12 @@ def _tools(spec: dict[str, Any], language: Language, limits: Limits) -> Node:
             raise SettingError("constraint", f"parameters of {name}: {error.reason}") from error
         calls.append(sequence(text(f'{{"name": {json.dumps(name)}, "arguments": '), arguments, text("}")))
     marked = sequence(text(begin), union(*calls), text(end))
-    several = repeat(marked, 1, spec["most"], text(between))
+    found = repeat(marked, 1, None, text(between)) if spec["several"] else marked
     if spec["required"]:
-        return several
+        return found
     anything = repeat(characters(((0, 0x10FFFF),)))
     unmarked = difference(anything, sequence(anything, text(begin.strip()), anything), limits)
-    return sequence(unmarked, optional(several))
+    return sequence(unmarked, optional(found))
 
 
 def _form(spec: list[Any], language: Language) -> Node:

@@ -21,8 +21,6 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.structured.composed import tools_constraint
 from dlm_bridge.structured.constraint import Constraint
 
-MAX_CALLS = 16  # calls in one text
-
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -42,7 +40,8 @@ class ToolFormat:
         """Format of a chat template, or of the one of several that transformers uses with tools."""
         if isinstance(chat_template, Mapping):
             chat_template = chat_template.get("tool_use", chat_template.get("default"))
-        if chat_template is not None and "<tool_call>" in chat_template:
+        template = chat_template or ""
+        if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder's calls are XML
             return cls("<tool_call>\n", "\n</tool_call>", "\n")
         return cls()
 
@@ -84,7 +83,7 @@ class ToolChoice:
             chosen,
             (style.begin, style.end, style.separator),
             required=self.required,
-            most=MAX_CALLS if several else 1,
+            several=several,
         )
 
 
