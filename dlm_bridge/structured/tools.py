@@ -64,7 +64,7 @@ class ToolChoice:
 
     def parser(self, chat_template: str | Mapping[str, str] | None) -> CallParser:
         """Parser of the calls in a text under this choice."""
-        return CallParser(ToolFormat.of(chat_template), self.required)
+        return CallParser(ToolFormat.of(chat_template))
 
     def constraint(self, chat_template: str | Mapping[str, str] | None) -> Constraint:
         """The texts that these tools allow in the format of a chat template. Raises SettingError for a choice that the
@@ -96,7 +96,6 @@ class CallParser:
     """
 
     style: ToolFormat
-    required: bool
     _held: str = ""
     _inside: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -119,20 +118,22 @@ class CallParser:
                 mark = end
             else:
                 mark, place = begin, self._held.find(begin)
-                content += self._held[: max(place, 0)]
+                content += self._text(self._held[: max(place, 0)])
             if place < 0:
                 break
             self._held = self._held[place + len(mark) :]
             self._inside = not self._inside
         if not self._inside:
             held = 0 if last else _overlap(self._held, begin)
-            content += self._held[: len(self._held) - held]
+            content += self._text(self._held[: len(self._held) - held])
             self._held = self._held[len(self._held) - held :]
         elif last:  # only without a constraint
             content, self._held = content + begin + self._held, ""
-        if (self.required or self.calls) and not content.strip():
-            content = ""  # between calls
         return content, self.calls[first:]
+
+    def _text(self, part: str) -> str:
+        """A part of the content, without the blanks between two calls."""
+        return part if part.strip() or not self.calls else ""
 
     def _call(self, text: str) -> bool:
         """Add the call of a JSON text. False if it is not one."""
