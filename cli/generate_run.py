@@ -31,8 +31,8 @@ from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.offline import (
     GeneratedTexts,
     PromptSampler,
-    check_constraint,
     check_prompts,
+    compile_constraint,
     copies_of,
     draws,
     ending_tokens,
@@ -237,15 +237,13 @@ def _encoded(
 def _row_constraint(
     loaded: LoadedModel, settings: dict[str, Any], prompt: WrittenPrompt, ids: Sequence[int], otherwise: Any
 ) -> Any:
-    """The checked constraint of a row; None if it has none. Raises SettingError or RowError."""
+    """The compiled constraint of a row; None if it has none. Raises SettingError or RowError."""
     stated = prompt.row.get("constraint")
     if stated is not None:
         otherwise = load("features", "structured output").read_constraint(stated)
     if otherwise is None:
         return None
-    constraint = load("features", "constraint")(otherwise, loaded.tokenizer, 1)[0]
-    check_constraint(loaded.model, constraint, prompt.where, ids, settings)
-    return constraint
+    return compile_constraint(loaded.model, loaded.tokenizer, otherwise, prompt.where, ids, settings)
 
 
 def _finished(

@@ -138,29 +138,47 @@ def prompt_errors(
     return errors
 
 
-def check_constraint(
-    model: Any, constraint: TextConstraint, name: str, prompt: Sequence[int], settings: Mapping[str, Any]
-) -> int:
-    """Check a constraint on the text after a prompt before it is sampled. Returns the maximum number of new tokens.
+def compile_constraint(
+    model: Any, tokenizer: Any, constraint: Any, name: str, prompt: Sequence[int], settings: Mapping[str, Any]
+) -> TextConstraint:
+    """Compile a `structured.Constraint` for a model, and check that the text after a prompt can satisfy it.
 
     Raises:
         SettingError, RowError: the constraint is invalid, no text of the maximum length satisfies it, or the sampler
             cannot keep it. `name`: the prompt's name in errors.
     """
-    request = Request(name, prompt, constraint=constraint)
+    compiled = load("features", "constraint for a model")
     if is_diffusion(model):
         found = resolve_settings(model, None, settings, prompt_width=len(prompt))
-        new = found.limits.gen_length
-        constraint.check(request, new, SamplingPlan.of(found, None, len(prompt)))
-        return new
+        bound: TextConstraint = compiled(
+            constraint,
+            tokenizer,
+            vocabulary_size=found.limits.vocabulary_size,
+            mask_token_id=found.limits.mask_token_id,
+            eos_token_ids=found.eos_token_ids or found.end_token_ids,
+            pad_token_id=found.pad_token_id,
+        )
+        bound.check(Request(name, prompt), found.limits.gen_length, SamplingPlan.of(found, None, len(prompt)))
+        return bound
     if gemma.is_gemma(model):
-        gemma.refuse_constraint(request)
-    given = call_keywords(model, settings, len(prompt))
-    if (given.get("num_beams") or 1) > 1:
-        raise SettingError("constraint", "excludes `num_beams`")
-    new = given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - len(prompt)
-    constraint.check(request, new)
-    return int(new)
+        raise SettingError("constraint", "DiffusionGemma's sampler cannot keep it: all its steps change all tokens")
+    ends = autoregressive.end_tokens(model, settings) or autoregressive.end_tokens(model, {})
+    bound = compiled(
+        constraint,
+        tokenizer,
+        vocabulary_size=model.config.get_text_config().vocab_size,
+        mask_token_id=None,
+        eos_token_ids=ends,
+        pad_token_id=getattr(model.generation_config, "pad_token_id", None),
+    )
+    bound.check(Request(name, prompt), _new_tokens(model, settings, len(prompt)))
+    return bound
+
+
+def _new_tokens(model: Any, settings: Mapping[str, Any], longest: int) -> int:
+    """Maximum number of new tokens of an autoregressive model after a prompt of this length."""
+    given = call_keywords(model, settings, longest)
+    return int(given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - longest)
 
 
 def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
@@ -316,11 +334,9 @@ def write_texts(
         forwards, rate = output.forwards, output.tokens_per_forward
     else:
         if constraint is not None:
-            bound = load("features", "constraint")(constraint, tokenizer, len(prompts))
-            new = [
-                check_constraint(model, one, "prompt", ids, settings) for one, ids in zip(bound, prompts, strict=True)
-            ]
-            processors = [*(settings.get("logits_processor") or ()), bound[0].processor(bound, width, max(new))]
+            bound = [compile_constraint(model, tokenizer, constraint, "prompt", ids, settings) for ids in prompts]
+            own = bound[0].processor(bound, width, _new_tokens(model, settings, width))
+            processors = [*(settings.get("logits_processor") or ()), own]
             settings = {**settings, "logits_processor": processors}
         if gemma.is_gemma(model):
             found = gemma.sample_drafts(model, tokenizer, input_ids, mask, settings, streamer)

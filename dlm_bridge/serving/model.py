@@ -14,14 +14,13 @@ from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.gemma import is_gemma
-from dlm_bridge.generation.offline import check_constraint, check_prompts, open_engine
+from dlm_bridge.generation.offline import check_prompts, compile_constraint, open_engine
 from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import MASK, Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
-from dlm_bridge.registration import load
 from dlm_bridge.serving.protocol import InfillPrompt, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
 from dlm_bridge.serving.scores import ScoreRecorder, ScoringEngine
@@ -134,41 +133,38 @@ class ServedModel:
                 if request.bound and not prompt:
                     raise RequestError("elbo_samples needs a prompt of at least one token", param="dlm")
                 own[SCORES] = (request.logprobs, request.bound or 0)
-            if constraint is not None:
-                self._check_constraint(constraint, request, prompt, own)
-            copies += [(prompt, own)] * request.choices
+            compiled = None if constraint is None else self._compiled(constraint, request, prompt, own)
+            copies += [(prompt, own, compiled)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
-        rows = [prompt for prompt, _ in copies]
+        rows = [prompt for prompt, *_ in copies]
         if request.infill:  # with the model's own masks, as `generate` seeds rows
             mask = resolve_settings(self.loaded.model, None, settings, prompt_width=1).limits.mask_token_id or 0
             rows = [[mask if token == MASK else token for token in prompt] for prompt in rows]
         seeds = row_seeds(secrets.randbits(62) if seed is None else seed, rows)
         jobs = []
-        for index, ((prompt, own), job_seed) in enumerate(zip(copies, seeds, strict=True)):
+        for index, ((prompt, own, compiled), job_seed) in enumerate(zip(copies, seeds, strict=True)):
             group = json.dumps({name: value for name, value in own.items() if name != "gen_length"}, sort_keys=True)
-            jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index), constraint))
+            jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index), compiled))
         return jobs
 
     def _constraint(self, request: TextRequest) -> Any:
-        """The constraint of the request's texts for this tokenizer, see `Request.constraint`; None if it has none."""
-        constraint = request.constraint
-        if request.tools is not None:
-            constraint = request.tools.constraint(self.loaded.tokenizer.chat_template)
-        if constraint is None:
-            return None
-        return load("features", "constraint")(constraint, self.loaded.tokenizer, 1)[0]
+        """The constraint of the request's texts, a `structured.Constraint`; None if there is none."""
+        if request.tools is None:
+            return request.constraint
+        return request.tools.constraint(self.loaded.tokenizer.chat_template)
 
-    def _check_constraint(
+    def _compiled(
         self, constraint: Any, request: TextRequest, prompt: Sequence[int], settings: Mapping[str, Any]
-    ) -> None:
-        """Compile the constraint. Raises RequestError for one that is invalid, that the sampler cannot keep, or that
-        no text of `max_tokens` satisfies."""
+    ) -> Any:
+        """The constraint for this model, see `Request.constraint`. Raises RequestError for one that is invalid, that
+        the sampler cannot keep, or that no text of `max_tokens` satisfies."""
         field = request.constraint_field
         settings = {name: value for name, value in settings.items() if name != SCORES}
         try:
-            check_constraint(self.loaded.model, constraint, field, prompt, settings)
+            return compile_constraint(self.loaded.model, self.loaded.tokenizer, constraint, field, prompt, settings)
         except DlmBridgeError as error:
-            raise RequestError(f"{field}: {error.reason}", param=field) from error
+            named = "" if error.field in (None, "constraint") else f"`{error.field}` "
+            raise RequestError(f"{field}: {named}{error.reason}", param=field) from error
 
     def call_parser(self, request: TextRequest) -> Any:
         """Parser of the calls of tools in a text of the request; None if it may not call any."""

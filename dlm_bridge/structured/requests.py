@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.structured.compile import compile_constraint
 from dlm_bridge.structured.constraint import Constraint
+from dlm_bridge.structured.decoding import AutomatonConstraint
 
 # Fields of vLLM's `structured_outputs` about whitespace and its engines: values without an effect here.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -74,6 +76,11 @@ def read_constraint(value: Any, field: str = "constraint") -> Constraint:
         raise SettingError(field, f"must have exactly one of {', '.join(KINDS)}, not {named}")
     ((name, one),) = given.items()
     return KINDS[name](f"{field}.{name}", one)
+
+
+def compile_for_model(constraint: Constraint, tokenizer: Any, **tokens: Any) -> AutomatonConstraint:
+    """A constraint for `Request.constraint`. `tokens`: see `compile_constraint`. Raises SettingError."""
+    return AutomatonConstraint(compile_constraint(constraint, tokenizer, **tokens))
 
 
 def _schema(field: str, value: Any) -> Constraint:
