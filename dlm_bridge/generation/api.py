@@ -168,7 +168,8 @@ def generate(
     )
     constraints = [None] * len(prompts)
     if constraint is not None:
-        constraints = load("features", "constraint")(constraint, kwargs.get("tokenizer"), len(prompts) // copies)
+        compiled = load("features", "constraint")
+        constraints = compiled(constraint, kwargs.get("tokenizer"), settings, len(prompts) // copies)
         constraints = [one for one in constraints for _ in range(copies)]
     ends: dict[int, Ended] = {}
     failed: list[Failed] = []

@@ -102,7 +102,7 @@ class AutoregressiveEngine:
         check_prompt(self._model, request.prompt, own, request.name)
         if request.constraint is not None:
             new = own["max_new_tokens"] if "max_new_tokens" in own else own["max_length"] - len(request.prompt)
-            request.constraint.check(request.name, new)
+            request.constraint.check(request, new)
         self._waiting.append(request)
 
     def cancel(self, name: Hashable) -> bool:

@@ -224,6 +224,12 @@ class Canvas:
         return self.origins if self.infill else self.starts
 
     @property
+    def text_ends(self) -> list[int]:
+        """[B], the column after the last position of each row's events, not counting the layout's `closing` token."""
+        rows = zip(self.firsts, self._reported, self._rows, strict=True)
+        return [first + count - (row.end - row.stop if row.gen_length else 0) for first, count, row in rows]
+
+    @property
     def steps(self) -> list[int]:
         """[B], number of steps of each row in its block so far."""
         return [row.steps for row in self._rows]

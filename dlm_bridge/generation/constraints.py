@@ -69,8 +69,10 @@ class TextDecoder(Protocol):
         """Logits of N columns from `firsts` on, without the tokens that cannot follow the text before `firsts` and the
         draft's tokens before the column."""
 
-    def finish(self, rows: list[int], columns: Columns, x_ANV: torch.Tensor, tokens_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N] `tokens_AN` if they are a valid text, else a valid text from the probabilities `x_ANV`."""
+    def finish(
+        self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, tokens_AN: torch.Tensor, sampling: Any
+    ) -> torch.Tensor:
+        """[A, N] `tokens_AN` if they are a valid text, else a valid text from these logits."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class SamplingEngine:
         if plan.spec.rule.needs_prompt and not len(request.prompt):
             raise RowError("this sampler needs a prompt of at least one token: use bos_token_id", [request.name])
         if request.constraint is not None:
-            request.constraint.check(request.name, gen_length, plan)
+            request.constraint.check(request, gen_length, plan)
         self._waiting.append(_Waiting(request, plan, gen_length))
 
     def cancel(self, name: Hashable) -> bool:

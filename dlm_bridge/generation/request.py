@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-    from dlm_bridge.generation.constraints import TextDecoder
-
 MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
 
 
 class TextConstraint(Protocol):
     """Interface of a constraint on the whole text of a request. Objects of one class share a batch."""
 
-    def check(self, name: Hashable, length: int, plan: Any = None) -> None:
+    def check(self, request: Request, length: int, plan: Any = None) -> None:
         """Raise RowError or SettingError for a constraint that a text of at most `length` tokens cannot satisfy, or
         that does not fit the `SamplingPlan` (None: an autoregressive model)."""
 
-    def decoder(self, canvas: Any, noise: Any, constraints: Mapping[Hashable, Any], *, edits: bool) -> TextDecoder:
-        """Decoder for a run of the engine. `constraints` has those of the running rows, by name."""
+    def decoder(self, canvas: Any, noise: Any, constraints: Mapping[Hashable, Any], *, edits: bool) -> Any:
+        """`constraints.TextDecoder` of a run of the engine. `constraints` has those of the running rows, by name."""
 
     def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""

@@ -6,6 +6,7 @@ EXTENSION = Extension(
     "structured",
     extra="dlm-bridge[structured]",
     features={
+        "constraint": "dlm_bridge.structured.decoding:compiled_constraints",
         "constraint for a model": "dlm_bridge.structured.requests:compile_for_model",
         "structured output": "dlm_bridge.structured.requests",
         "tools": "dlm_bridge.structured.tools",

@@ -156,7 +156,7 @@ class ResamplingRule(DenoisingRule):
         tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, now_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
         if context.text is not None:
-            text_AN = context.text.finish(rows, block, x_ANV, tokens_AN)
+            text_AN = context.text.finish(rows, block, logits, tokens_AN, context.sampling)
             tokens_AN = torch.where((index_A == self.steps - 1)[:, None], text_AN, tokens_AN)
         tokens_AN = tokens_AN.masked_fill(tokens_AN == mask, MASK)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
