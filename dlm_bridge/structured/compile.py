@@ -14,6 +14,7 @@ from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.composed import composed_language
 from dlm_bridge.structured.constraint import Constraint
+from dlm_bridge.structured.grammar import GrammarError, parse_grammar
 from dlm_bridge.structured.json_schema import NESTINGS, SchemaCompiler, SchemaError, parse_schema
 from dlm_bridge.structured.json_text import any_object
 from dlm_bridge.structured.languages import (
@@ -33,7 +34,7 @@ from dlm_bridge.structured.tokens import TokenBytes, token_bytes
 MAX_STATES = 50_000
 SECONDS = 60.0
 OBJECT_DEPTH = 5  # levels of arrays and objects of `Constraint.json_object`
-GRAMMAR_DEPTHS = (8, 4, 2)  # recursive rules that lie in each other
+GRAMMAR_DEPTHS = (24, 12, 6, 3)  # recursive rules that lie in each other
 _NESTED_STATES = 5000  # limit before a smaller depth is tried
 _MAX_ENTRIES = 100_000_000  # of the table of transitions: 800 MB
 _CHUNK = 1 << 21  # pairs of a state and a prefix of a token that are expanded together
@@ -101,6 +102,8 @@ def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
             limits.check_time()
             if last:
                 raise
+        except RecursionError as error:
+            raise SettingError("constraint", "it is nested too deeply") from error
     if automaton.empty:
         raise SettingError("constraint", "no text satisfies it")
     return automaton
@@ -115,6 +118,11 @@ def _language(constraint: Constraint, limits: Limits, nesting: Any) -> Node:
             return SchemaCompiler(parse_schema(constraint.text), limits, nesting).compile()
         except SchemaError as error:
             raise SettingError("constraint", f"the JSON schema is not supported at {error}") from error
+    if constraint.kind == "grammar":
+        try:
+            return parse_grammar(constraint.text, limits, nesting)
+        except GrammarError as error:
+            raise SettingError("constraint", f"the grammar is not supported: {error}") from error
     if constraint.kind == "json_object":
         return any_object(OBJECT_DEPTH)
     if constraint.kind == "regex":
@@ -333,7 +341,7 @@ def _pruned(classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, ends:
 
 
 def _unique_columns(table: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Number of different columns, one of each, and the class of each column: 0 for columns of -1 alone, else from 1."""
+    """Number of different columns, one of each, and the class of each column: 0 for columns of -1, else from 1."""
     live = np.nonzero((table >= 0).any(axis=0))[0]
     inverse = np.zeros(table.shape[1], np.int64)
     if not len(live):

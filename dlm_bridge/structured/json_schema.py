@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import reduce
@@ -62,7 +63,32 @@ _KEYWORDS = {
 }
 # Keywords without an effect on what is valid, or that other keywords read.
 _IGNORED = frozenset(
-    ["title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment", "$defs", "definitions", "deprecated", "readOnly", "writeOnly", "$anchor", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "then", "else", "minContains", "maxContains", "$recursiveAnchor"]
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$schema",
+        "$id",
+        "id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$anchor",
+        "$vocabulary",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "then",
+        "else",
+        "minContains",
+        "maxContains",
+        "$recursiveAnchor",
+    ]
 )
 _REFUSED = frozenset(["contains", "propertyNames", "$dynamicRef", "$recursiveRef", "$dynamicAnchor"])
 _MAX_ALTERNATIVES = 300
@@ -225,10 +251,8 @@ class SchemaCompiler:
             each = waiting.pop()
             if isinstance(each, dict):
                 if isinstance(each.get("$ref"), str):
-                    try:
+                    with suppress(SchemaError):  # it is reported where it is used
                         yield self._resolve(each["$ref"], self._bases.get(id(each), ""), "")[0]
-                    except SchemaError:
-                        pass  # reported where it is used
                 waiting += [v for k, v in each.items() if k not in ("$defs", "definitions", "enum", "const")]
             elif isinstance(each, list):
                 waiting += each
@@ -617,9 +641,9 @@ class SchemaCompiler:
         names, is_open = self._names(alternative)
         least, most = alternative.least_properties or 0, alternative.most_properties
         at = alternative.pointer
-        if not names and is_open and not alternative.pattern_properties and alternative.additional is None:
-            if most is None and not least and not alternative.properties:
-                return any_object(self.nesting.free + 1)
+        free = is_open and not alternative.pattern_properties and alternative.additional is None
+        if free and not least and most is None:
+            return any_object(self.nesting.free + 1)
         parts, required = [], []
         for name, schemas in names.items():
             needed = name in alternative.required
@@ -701,8 +725,8 @@ class SchemaCompiler:
                 else:
                     raise SchemaError(
                         pointer,
-                        "it is not supported where values may be valid by what it excludes; alternatives must differ in "
-                        "their types, in the values of a required property, or in their required properties",
+                        "it is not supported where values may be valid by what it excludes; alternatives must differ "
+                        "in their types, in the values of a required property, or in their required properties",
                     )
         return alternative
 

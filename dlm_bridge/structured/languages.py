@@ -1,7 +1,7 @@
 """Regular languages over bytes: syntax trees, their deterministic automata, products of automata.
 
-A syntax tree is built with `characters`, `text`, `sequence`, `union`, `repeat` and so on; `determinize` turns it into a
-`ByteAutomaton`. A character is its UTF-8 encoding, so an automaton never accepts a part of a character.
+A syntax tree is built with `characters`, `text`, `sequence`, `union`, `repeat` and so on; `determinize` turns it into
+a `ByteAutomaton`. A character is its UTF-8 encoding, so an automaton never accepts a part of a character.
 """
 
 from __future__ import annotations
@@ -116,7 +116,23 @@ def sequence(*parts: Node) -> Node:
         if part is NOTHING:
             return NOTHING
         flat.extend(part.parts if isinstance(part, _Sequence) else (part,))
+        if isinstance(part, _Repeat):
+            _separated(flat)
     return flat[0] if len(flat) == 1 else _Sequence(tuple(flat)) if flat else EMPTY
+
+
+def _separated(parts: list[Node]) -> None:
+    """Write `x (s x)*` at the end as a repetition with a separator, which has one copy of `x` instead of two."""
+    last = parts[-1]
+    if not isinstance(last, _Repeat) or last.least or last.most is not None or last.separator is not EMPTY:
+        return
+    inner = last.part.parts if isinstance(last.part, _Sequence) else ()
+    same = 0
+    while same < min(len(inner) - 1, len(parts) - 1) and inner[-1 - same] is parts[-2 - same]:
+        same += 1
+    if same:
+        separator, part = sequence(*inner[:-same]), sequence(*inner[-same:])
+        parts[-1 - same :] = [_Repeat(part, 1, None, separator)]
 
 
 def union(*parts: Node) -> Node:

@@ -53,8 +53,8 @@ class RegexError(ValueError):
 def parse_regex(pattern: str, encode: Callable[[Ranges], Node] = characters, ecma: bool = False) -> Node:
     """Syntax tree of a regular expression.
 
-    `\\d`, `\\w` and `\\s` are those of `re.ASCII`. Groups do not capture, and a lazy quantifier is its greedy one, since
-    the language is the same. Refused: lookaround, backreferences, possessive quantifiers, atomic groups, word
+    `\\d`, `\\w` and `\\s` are those of `re.ASCII`. Groups do not capture, and a lazy quantifier is its greedy one: the
+    language is the same. Refused: lookaround, backreferences, possessive quantifiers, atomic groups, word
     boundaries and inline flags.
 
     Args:

@@ -43,15 +43,13 @@ def token_bytes(tokenizer: Any, vocabulary_size: int, excluded: Collection[int] 
     Special tokens, the ids `excluded` and ids without a token write nothing.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = json.loads(fast.to_str()).get("decoder") if fast is not None else None
+    decoder = json.loads(fast.decoder.__getstate__()) if fast is not None and fast.decoder is not None else None
     convert, strips = _converter(decoder, tokenizer, fast)
     special = {*tokenizer.all_special_ids, *excluded}
     special |= {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
-    size = min(vocabulary_size, len(tokenizer))
-    ids = [index for index in range(size) if index not in special]
     tokens = [b""] * vocabulary_size
-    for index, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        if piece:
+    for piece, index in tokenizer.get_vocab().items():
+        if index < vocabulary_size and index not in special:
             tokens[index] = convert(piece)
     return TokenBytes(tokens, strips)
 
