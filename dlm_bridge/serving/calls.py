@@ -66,7 +66,8 @@ class Call:
                 self._served.decode,
                 job.stop_strings,
                 job.prompt if infill else (),
-                self._served.call_parser(self.request),
+                complete=self.request.constraint is not None,
+                calls=self._served.call_parser(self.request),
             )
             for job in jobs
         ]

@@ -74,6 +74,7 @@ class Choice:
 
     Args:
         prompt: token ids whose masks are filled in; empty otherwise.
+        complete: the text has a constraint, which makes it complete where the number of tokens ends it.
         calls: parser of the text's calls of tools, a `CallParser` of the extension `structured`; None: the text has
             none.
 
@@ -85,8 +86,15 @@ class Choice:
     """
 
     def __init__(
-        self, decode: Decode, stop_strings: Sequence[str] = (), prompt: Sequence[int] = (), calls: Any = None
+        self,
+        decode: Decode,
+        stop_strings: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        complete: bool = False,
+        calls: Any = None,
     ) -> None:
+        self._complete = complete
         self._decode, self._stop_strings, self.prompt = decode, tuple(stop_strings), prompt
         self._stream = TextStream(decode, stop_strings)
         self._pieces: list[str] = []
@@ -159,7 +167,7 @@ class Choice:
         self.tokens += new
         if isinstance(event, Ended):
             piece += self._stream.end()
-            self.finish_reason = event.finish_reason
+            self.finish_reason = "stop" if self._complete else event.finish_reason
             self.forwards, self.log_mass = event.forwards, getattr(event, "constraint_log_mass", None)
         if self._calls is not None:
             piece, _ = self._calls.add(piece, last=self.finish_reason is not None)

@@ -163,8 +163,9 @@ class ServedModel:
         try:
             return compile_constraint(self.loaded.model, self.loaded.tokenizer, constraint, field, prompt, settings)
         except DlmBridgeError as error:
-            named = "" if error.field in (None, "constraint") else f"`{error.field}` "
-            raise RequestError(f"{field}: {named}{error.reason}", param=field) from error
+            other = isinstance(error, SettingError) and error.field not in (None, "constraint")
+            reason = f"`{error.field}` {error.reason}" if other else error.reason
+            raise RequestError(f"{field}: {reason.replace('`gen_length=', '`max_tokens=')}", param=field) from error
 
     def call_parser(self, request: TextRequest) -> Any:
         """Parser of the calls of tools in a text of the request; None if it may not call any."""
