@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
@@ -15,12 +16,13 @@ from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.generation.offline import check_prompts, compile_constraint, open_engine
-from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
+from dlm_bridge.generation.prompts import SPAN, PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import MASK, Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
+from dlm_bridge.registration import load
 from dlm_bridge.serving.protocol import InfillPrompt, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
 from dlm_bridge.serving.scores import ScoreRecorder, ScoringEngine
@@ -149,9 +151,26 @@ class ServedModel:
 
     def _constraint(self, request: TextRequest) -> Any:
         """The constraint of the request's texts, a `structured.Constraint`; None if there is none."""
+        if isinstance(request.constraint, tuple):
+            return self._form(request)
         if request.tools is None:
             return request.constraint
         return request.tools.constraint(self.loaded.tokenizer.chat_template)
+
+    def _form(self, request: TextRequest) -> Any:
+        """The constraint of a whole text by those of its spans. Raises RequestError unless there is one per span."""
+        (prompt,) = request.prompts
+        if isinstance(prompt, InfillPrompt):
+            texts = [prompt.prefix, prompt.suffix]
+        else:
+            texts = SPAN.split(str(prompt))[::2]
+        if len(request.constraint) != len(texts) - 1:
+            listed = counted(len(request.constraint), "constraint")
+            raise RequestError(
+                f"{request.format_field} lists {listed} for {counted(len(texts) - 1, 'span')} to fill in",
+                param=request.format_field,
+            )
+        return load("features", "form")([*chain(*zip(texts, request.constraint, strict=False)), texts[-1]])
 
     def _compiled(
         self, constraint: Any, request: TextRequest, prompt: Sequence[int], settings: Mapping[str, Any]

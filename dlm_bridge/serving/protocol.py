@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -121,7 +121,7 @@ class TextRequest:
         settings: sampler settings without the seed.
         choices: number of texts per prompt.
         include_usage: end a stream with the token counts.
-        constraint: the texts' format, see `FORMATS`; None: any text.
+        constraint: the texts' format, see `FORMATS`; None: any text; a tuple with one for each span to fill in.
         format_field: name of the JSON field that states it.
         tools: the tools of a chat that may be called, a `ToolChoice` of the extension `structured`.
         logprobs: number of most probable tokens to list with the log probability of each token; None: neither.
@@ -404,7 +404,19 @@ def parse_infill(raw: bytes) -> TextRequest:
     """Validate the body of a request to fill in masks. Raises RequestError as `parse_request`."""
     unsupported = {name: found for name, found in UNSUPPORTED.items() if name != "suffix"}
     unsupported |= {"logprobs": ((None, False), "omit it"), "dlm": ((None, False), "omit it")}
-    return text_request(_Infill, read_fields(raw), chat=False, unsupported=unsupported)
+    fields, name, spans = read_fields(raw), "structured_outputs", ()
+    if isinstance(fields.get(name), list):  # one constraint per span
+        read = extension("structured output", name).read_constraint
+        try:
+            spans = tuple(read(one, f"{name}[{number}]") for number, one in enumerate(fields.pop(name)))
+        except DlmBridgeError as error:
+            raise RequestError(str(error), param=str(error.field)) from None
+    request = text_request(_Infill, fields, chat=False, unsupported=unsupported)
+    if not spans:
+        return request
+    if request.constraint is not None:
+        raise RequestError(f"{request.format_field} excludes {name}: set one of them", param=name)
+    return replace(request, constraint=spans, format_field=name)
 
 
 def read_fields(raw: bytes) -> dict[str, Any]:

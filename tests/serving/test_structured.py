@@ -44,7 +44,8 @@ TOOLS = [
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }} <tool_call>{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 CHAT = [{"role": "user", "content": "hi"}]
@@ -359,6 +360,37 @@ def test_bodies_of_other_clients_are_answered(calling: Running, body: dict[str, 
     else:
         value = json.loads(choice["message"]["content"])
         jsonschema.validate(value, body["response_format"].get("json_schema", {}).get("schema", {"type": "object"}))
+
+
+# ---- Forms.
+
+
+def test_a_form_has_a_constraint_per_gap(server: Running) -> None:
+    given = {"prompt": "Name: [MASK:4], age: [MASK:2].", "temperature": 1.0, "seed": 2}
+    spans = [{"regex": "[A-Z][a-z]+"}, {"regex": "[1-9][0-9]"}]
+    answer = post(server, "infill", **given, structured_outputs=spans)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert re.fullmatch("Name: [A-Z][a-z]{3}, age: [1-9][0-9][.]", choice["text"])
+    whole = post(server, "infill", **given, regex="Name: [A-Z][a-z]+, age: [1-9][0-9][.]")
+    assert whole.json()["choices"][0]["text"] == choice["text"]
+    parts = post(server, "infill", prefix="x = [MASK] ", suffix=";", max_tokens=3, structured_outputs=spans[:1])
+    assert re.fullmatch("[A-Z][a-z]{2}", parts.json()["choices"][0]["infills"][0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": [{"regex": "a"}]}, "structured_outputs"),  # one for two spans
+        ({"structured_outputs": [{"regex": "a"}, {"regex": "b", "choice": ["c"]}]}, "structured_outputs[1]"),
+        ({"structured_outputs": [{"regex": "a"}, {"regex": "bbb"}]}, "structured_outputs"),  # a gap of two tokens
+        ({"structured_outputs": [{"regex": "a"}, {"regex": "bb"}], "regex": "c"}, "structured_outputs"),
+        ({"regex": "x+"}, "regex"),  # the given text does not match
+    ],
+)
+def test_a_form_that_cannot_be_filled_in_is_refused(server: Running, fields: Any, param: str) -> None:
+    answer = post(server, "infill", prompt="A: [MASK], B: [MASK:2].", **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 # ---- Refusals.
