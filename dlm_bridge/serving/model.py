@@ -160,10 +160,8 @@ class ServedModel:
     def _form(self, request: TextRequest) -> Any:
         """The constraint of a whole text by those of its spans. Raises RequestError unless there is one per span."""
         (prompt,) = request.prompts
-        if isinstance(prompt, InfillPrompt):
-            texts = [prompt.prefix, prompt.suffix]
-        else:
-            texts = SPAN.split(str(prompt))[::2]
+        is_pair = isinstance(prompt, InfillPrompt)
+        texts = [prompt.prefix, prompt.suffix] if is_pair else SPAN.split(str(prompt))[::2]
         if len(request.constraint) != len(texts) - 1:
             listed = counted(len(request.constraint), "constraint")
             raise RequestError(

@@ -12,6 +12,7 @@ import torch
 
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
+from dlm_bridge.structured.cache import cache_key, cached, store
 from dlm_bridge.structured.composed import composed_language
 from dlm_bridge.structured.constraint import Constraint
 from dlm_bridge.structured.grammar import GrammarError, parse_grammar
@@ -54,7 +55,7 @@ def compile_constraint(
     """Automaton of the sequences of tokens whose text belongs to the constraint's language.
 
     Every tokenization of a text is accepted. Special tokens, the mask token and tokens without a text are allowed in
-    no state; the end-of-sequence and padding tokens follow a complete text.
+    no state; the end-of-sequence and padding tokens follow a complete text. Automata are cached in memory and on disk.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -67,17 +68,23 @@ def compile_constraint(
         SettingError: `constraint` is invalid or not supported, exceeds a limit, or has no text that the tokenizer can
             write.
     """
-    limits = Limits(max_states, time.monotonic() + seconds)
     ends = {*eos_token_ids} | ({pad_token_id} if pad_token_id is not None else set())
     excluded = ends | ({mask_token_id} if mask_token_id is not None else set())
     tokens = token_bytes(tokenizer, vocabulary_size, excluded)
+    kept = tuple(sorted(each for each in ends if each < vocabulary_size))
+    key = cache_key(constraint.kind, constraint.text, tokens.fingerprint, vocabulary_size, kept, max_states)
+    if (known := cached(key)) is not None:
+        return known
+    limits = Limits(max_states, time.monotonic() + seconds)
     try:
         automaton = byte_automaton(constraint, limits)
         if constraint.kind == "choice":
             _check_choices(constraint.text, tokens)
-        return _token_automaton(automaton, tokens, tuple(sorted(i for i in ends if i < vocabulary_size)), limits)
+        compiled = _token_automaton(automaton, tokens, kept, limits)
     except TooLargeError as error:
         raise SettingError("constraint", str(error)) from error
+    store(key, compiled)
+    return compiled
 
 
 def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
@@ -219,7 +226,7 @@ class _Trie:
         data = classes[np.frombuffer(b"".join(tokens), np.uint8)]
         starts = np.cumsum(lengths) - lengths
         used = (transitions >= 0).any(axis=0)
-        dead = np.concatenate(([0], np.cumsum(~used[data])))
+        dead = np.append(0, np.cumsum(~used[data]))
         alive = np.nonzero((lengths > 0) & (dead[starts + lengths] == dead[starts]))[0]
         count, width = 1, transitions.shape[1]
         parents, symbols, offset = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0

@@ -149,7 +149,8 @@ class _Builder:
             others = [flags[1:] if left else flags[:-1] for flags in own]
             if any(map(any, others)):
                 continue
-            first, steps = [], []
+            first: list[Node] = []
+            steps: list[Node] = []
             for tokens, end in zip(alternatives, ends, strict=True):
                 recursive = any(end)
                 rest = (tokens[1:] if left else tokens[:-1]) if recursive else tokens

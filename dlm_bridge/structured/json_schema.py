@@ -547,8 +547,9 @@ class SchemaCompiler:
             return node
         if low is None and high is None:
             return number()
-        none = (None, False)
-        return numbers(*(low or none), *(high or none), self.limits)
+        least_bound, above = low or (None, False)
+        most_bound, below = high or (None, False)
+        return numbers(least_bound, above, most_bound, below, self.limits)
 
     def _string(self, alternative: _Alternative) -> Node:
         least, most = alternative.least_length or 0, alternative.most_length
@@ -586,7 +587,7 @@ class SchemaCompiler:
         if alternative.unique and (most is None or most > 1):
             return self._unique(alternative, prefix, least, most)
         if prefix and alternative.items is None and least <= len(prefix):
-            most = min(len(prefix), _or_infinite(most))  # what no schema names is not written
+            most = _least(len(prefix), most)  # what no schema names is not written
         kept = next((i for i, node in enumerate(prefix) if node is NOTHING), len(prefix))
         if kept < len(prefix):
             most = kept if most is None else min(most, kept)
@@ -956,7 +957,9 @@ def _kind(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def _has_type(value: Any, types: Iterable[str] | None) -> bool:

@@ -554,7 +554,7 @@ def _components(successors: list[list[int]]) -> tuple[list[int], list[bool]]:
             if advanced:
                 continue
             if low[state] == index[state]:
-                members = []
+                members: list[int] = []
                 while not members or members[-1] != state:
                     members.append(stack.pop())
                     on_stack[members[-1]] = False

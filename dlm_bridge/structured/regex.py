@@ -28,7 +28,7 @@ _DIGITS: Ranges = ((48, 57),)
 _WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 _SPACES: Ranges = ((9, 13), (32, 32))
 _ECMA_SPACES: Ranges = (*_SPACES, (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
-                        (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF))  # fmt: skip
+                        (0x205F, 0x205F), (0x3000, 0x3000))  # fmt: skip
 _ECMA_LINES: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _QUANTIFIER = re.compile(r"\{(?:(\d+)(?:(,)(\d*))?|,(\d+))\}")

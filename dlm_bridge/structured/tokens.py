@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import xxhash
@@ -28,10 +29,10 @@ class TokenBytes:
     tokens: list[bytes]
     strips_space: bool
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of all tokens."""
-        digest = xxhash.xxh3_128(str(self.strips_space))
+        digest = xxhash.xxh3_128(str(self.strips_space).encode())
         digest.update(np.array([len(each) for each in self.tokens], np.int64).tobytes())
         digest.update(b"".join(self.tokens))
         return digest.hexdigest()
@@ -42,6 +43,17 @@ def token_bytes(tokenizer: Any, vocabulary_size: int, excluded: Collection[int] 
 
     Special tokens, the ids `excluded` and ids without a token write nothing.
     """
+    known = _known.setdefault(tokenizer, {})
+    key = (vocabulary_size, len(tokenizer), frozenset(excluded))
+    if key not in known:
+        known[key] = _token_bytes(tokenizer, vocabulary_size, excluded)
+    return known[key]
+
+
+_known: WeakKeyDictionary[Any, dict[object, TokenBytes]] = WeakKeyDictionary()
+
+
+def _token_bytes(tokenizer: Any, vocabulary_size: int, excluded: Collection[int]) -> TokenBytes:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(fast.decoder.__getstate__()) if fast is not None and fast.decoder is not None else None
     convert, strips = _converter(decoder, tokenizer, fast)
