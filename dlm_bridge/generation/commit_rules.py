@@ -276,7 +276,8 @@ class CommitRule(DenoisingRule):
         logits = context.predict(rows, columns)
         step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
         tokens = self.write(step)
-        if context.text is not None:
+        # A single commit of a feasible token needs no check.
+        if context.text is not None and not (self.exact and max(step.num_transfer_tokens) <= 1):
             tokens = context.text.commit(rows, columns, tokens, step.logits, step.num_transfer_tokens)
         canvas.put(selected, columns, tokens)
         context.report(rows, columns, logits, final=not self.edits)

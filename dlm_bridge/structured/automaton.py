@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,14 @@ class TokenAutomaton:
     distances: torch.Tensor
     end: int
     ends: tuple[int, ...]
+
+    @functools.cached_property
+    def edges(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[E] state, next state and class of the transitions, ordered by state; and [S], their number from each
+        state."""
+        states, classes = (self.transitions >= 0).nonzero(as_tuple=True)
+        counts = torch.bincount(states, minlength=len(self.distances))
+        return states, self.transitions[states, classes], classes, counts
 
     @property
     def shortest(self) -> int:

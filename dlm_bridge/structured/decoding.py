@@ -145,6 +145,7 @@ class AutomatonDecoder:
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._known: dict[Hashable, tuple[AutomatonConstraint, int, torch.Tensor]] = {}  # states by name
         self._joint = False  # the last proposals form a text
+        self._proposed: tuple[list[int], _View] | None = None  # rows and view of the last proposals
 
     def propose(
         self,
@@ -158,8 +159,10 @@ class AutomatonDecoder:
         """Replace proposals that no completion of the row's text contains, and the logits that they come from."""
         view = self._view(rows, logits_ANV.shape[-1])
         self._joint = sampling.draws and not self._edits
+        self._proposed = None
         if view is None:
             return logits_ANV, shaped_ANV, tokens_AN
+        self._proposed = rows, view
         logits_RNV, tokens_RN = view.take(logits_ANV), view.take(tokens_AN)
         columns_RN = view.take(self._canvas.columns(rows, columns))
         place_RN = columns_RN - view.first
@@ -197,9 +200,10 @@ class AutomatonDecoder:
     ) -> torch.Tensor:
         """[A, N] tokens to write instead of `tokens_AN`, of which some completion of the row's text contains all. At
         least `least` of the row's changes remain, possibly with another token."""
-        view = None if self._joint else self._view(rows, logits_ANV.shape[-1])
-        if view is None:
+        if self._joint or self._proposed is None:
             return tokens_AN
+        proposed_rows, view = self._proposed
+        assert proposed_rows == rows
         canvas, lattice, graph = self._canvas, view.lattice, view.graph
         tokens_RN, logits_RNV = view.take(tokens_AN), view.take(logits_ANV)
         columns_RN = view.take(canvas.columns(rows, columns))

@@ -8,8 +8,11 @@ logarithms, minus infinity for what is not allowed.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +29,8 @@ class Graph:
     Args:
         sources, targets, edge_classes: edges; a class counts from the row's first one, `row * C`.
         first_edges: the first edge of each state, and E.
+        row_edges, row_states: the first edge and the first state of each row, and E, and G.
+        row_degrees: the largest number of edges from a state of each row.
         state_rows: the row of each state.
         first_states: the first state of each row, which is its automaton's start state.
         distances: the fewest tokens from each state to an accepting one.
@@ -38,6 +43,9 @@ class Graph:
     targets: torch.Tensor  # [E]
     edge_classes: torch.Tensor  # [E]
     first_edges: torch.Tensor  # [G + 1]
+    row_edges: torch.Tensor  # [R + 1]
+    row_states: torch.Tensor  # [R + 1]
+    row_degrees: torch.Tensor  # [R]
     state_rows: torch.Tensor  # [G]
     first_states: torch.Tensor  # [R]
     distances: torch.Tensor  # [G]
@@ -53,10 +61,7 @@ class Graph:
         count = max(one.transitions.shape[1] for one in different)
         edges, tables, classes, starts = [], [], [], [0]
         for one in different:
-            source, own = (one.transitions >= 0).nonzero(as_tuple=True)
-            edges.append(
-                (source, one.transitions[source, own], own, torch.bincount(source, minlength=len(one.distances)))
-            )
+            edges.append(one.edges)
             tables.append(torch.nn.functional.pad(one.transitions, (0, count - one.transitions.shape[1]), value=-1))
             known = one.classes[:vocabulary]
             classes.append(torch.nn.functional.pad(known, (0, vocabulary - len(known))))
@@ -65,13 +70,17 @@ class Graph:
         first_R = torch.tensor([0, *sizes]).cumsum(0)[:-1]
         chosen = [places[id(one)] for one in automata]
         joined = [torch.cat([edges[place][part] for place in chosen]) for part in range(4)]
-        row_E = torch.repeat_interleave(torch.tensor([len(edges[place][0]) for place in chosen]))
+        counts = torch.tensor([len(edges[place][0]) for place in chosen])
+        row_E = torch.repeat_interleave(counts)
         offset_E = first_R[row_E]
         parts = (
             joined[0] + offset_E,
             joined[1] + offset_E,
             joined[2] + row_E * count,
             torch.nn.functional.pad(joined[3].cumsum(0), (1, 0)),
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+            torch.tensor([0, *sizes]).cumsum(0),
+            torch.stack([edges[place][3].max() for place in chosen]),
             torch.repeat_interleave(torch.tensor(sizes)),
             first_R,
             torch.cat([one.distances for one in automata]),
@@ -120,6 +129,15 @@ class Lattice:
     final: torch.Tensor  # [G]
     outside: torch.Tensor  # [R, D]
     open: torch.Tensor  # [D, R, C]
+
+    @functools.cached_property
+    def outside_flags(self) -> torch.Tensor:
+        """uint8 [R, D], `outside` as the kernels read it."""
+        return self.outside.contiguous().view(torch.uint8)
+
+    @property
+    def _kernels(self) -> Any:
+        return _kernels(self.outside.device.type)
 
     def _passed(self) -> torch.Tensor:
         """[D, G], True at columns that the state passes unchanged."""
@@ -171,6 +189,8 @@ class Lattice:
     def feasible(self) -> torch.Tensor:
         """[D, R, C], True at the classes that some completion has in a column, whatever fills this column now. Columns
         outside the text allow every class."""
+        if self._kernels is not None:
+            return self._kernels.feasible(self)
         graph = self.graph
         beta_DG = torch.stack(self.best_weights(self.open))[1:]
         reached_DG = torch.stack(self.reached(self.open))[:-1]
@@ -181,11 +201,15 @@ class Lattice:
 
     def best_path(self, weights_DRC: torch.Tensor) -> torch.Tensor:
         """[R, D], classes of the text with the largest summed weight; the first of equal ones."""
+        if self._kernels is not None:
+            return self._kernels.path(self, weights_DRC, None, None)
         return self._path(weights_DRC, self.best_weights(weights_DRC), None, None)
 
     def drawn_path(self, weights_DRC: torch.Tensor, drawn_RD: torch.Tensor, uniform_RD: torch.Tensor) -> torch.Tensor:
         """[R, D], classes of a text drawn with probability proportional to the exponential of its summed weight.
         Columns that are not drawn have some class that completes it."""
+        if self._kernels is not None:
+            return self._kernels.path(self, weights_DRC, drawn_RD, uniform_RD)
         return self._path(weights_DRC, self.summed_weights(weights_DRC, drawn_RD), drawn_RD, uniform_RD)
 
     def _path(
@@ -213,9 +237,19 @@ class Lattice:
 
     def completes(self, weights_DRC: torch.Tensor) -> torch.Tensor:
         """[R], True if some text has allowed classes only."""
+        if self._kernels is not None:
+            return self._kernels.completes(self, weights_DRC)
         states_G = self.reached(weights_DRC)[-1] * (self.final > NEVER)
         found_R = torch.zeros_like(self.starts, dtype=torch.int32).index_add(0, self.graph.state_rows, states_G.int())
         return found_R > 0
+
+
+@functools.cache
+def _kernels(device: str) -> Any:
+    """Module of kernels for a device type, or None."""
+    if device != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("dlm_bridge.structured.kernels")
 
 
 def _segments(values_E: torch.Tensor, edges_G1: torch.Tensor, reduce: str) -> torch.Tensor:
