@@ -335,8 +335,8 @@ def write_texts(
     else:
         if constraint is not None:
             bound = [compile_constraint(model, tokenizer, constraint, "prompt", ids, settings) for ids in prompts]
-            own = bound[0].processor(bound, width, _new_tokens(model, settings, width))
-            processors = [*(settings.get("logits_processor") or ()), own]
+            processor = bound[0].processor(bound, width, _new_tokens(model, settings, width))
+            processors = [*(settings.get("logits_processor") or ()), processor]
             settings = {**settings, "logits_processor": processors}
         if gemma.is_gemma(model):
             found = gemma.sample_drafts(model, tokenizer, input_ids, mask, settings, streamer)

@@ -160,8 +160,8 @@ class ServedModel:
     def _form(self, request: TextRequest) -> Any:
         """The constraint of a whole text by those of its spans. Raises RequestError unless there is one per span."""
         (prompt,) = request.prompts
-        is_pair = isinstance(prompt, InfillPrompt)
-        texts = [prompt.prefix, prompt.suffix] if is_pair else SPAN.split(str(prompt))[::2]
+        pair = [prompt.prefix, prompt.suffix] if isinstance(prompt, InfillPrompt) else None
+        texts = pair or SPAN.split(str(prompt))[::2]
         if len(request.constraint) != len(texts) - 1:
             listed = counted(len(request.constraint), "constraint")
             raise RequestError(

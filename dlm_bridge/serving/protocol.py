@@ -568,7 +568,7 @@ class AnswerBodies:
         for index, choice in enumerate(choices):
             text: dict[str, Any] = {"text": choice.text}
             if self.chat:
-                message = {"role": "assistant", "content": choice.text, "refusal": None}
+                message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
                 if choice.calls:
                     message |= {"content": choice.text or None, "tool_calls": choice.calls}
                 text = {"message": message}
