@@ -124,6 +124,10 @@ SLOW = (
         (r'^{"way": "ours".*"tokens_per_s": ',),
     ),
     Case(
+        "structured.py", "overhead --device cpu --tiny --states 10 --rows 1 2 --new-tokens 32",
+        (rf'^{{"rows": 2, "temperature": 1.0, "states": 10, "step_ms": {NUMBER}, "overhead_ms": ',),
+    ),
+    Case(
         "conversion.py", "--gb 0.02 --repeat 1 --folder {out} --peers {out}",
         (r"^cp -r", r"^import ", r"^export ", r"^reshard ", r"^mbridge: "),
     ),

@@ -101,6 +101,8 @@ class AutoregressiveEngine:
             own = generate_keywords(self._model, self._settings, len(request.prompt))
         check_prompt(self._model, request.prompt, own, request.name)
         if request.constraint is not None:
+            if self._stop.has_strings:
+                raise SettingError("stop_strings", "excludes `constraint`: the text would end in its middle")
             new = own["max_new_tokens"] if "max_new_tokens" in own else own["max_length"] - len(request.prompt)
             request.constraint.check(request, new)
         self._waiting.append(request)

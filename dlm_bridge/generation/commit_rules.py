@@ -276,9 +276,10 @@ class CommitRule(DenoisingRule):
         logits = context.predict(rows, columns)
         step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
         tokens = self.write(step)
-        # A single commit of a feasible token needs no check.
-        if context.text is not None and not (self.exact and max(step.num_transfer_tokens) <= 1):
-            tokens = context.text.commit(rows, columns, tokens, step.logits, step.num_transfer_tokens)
+        if context.text is not None:
+            alone = self.exact and max(step.num_transfer_tokens) <= 1  # a single feasible token needs no check
+            least = None if alone else step.num_transfer_tokens
+            tokens = context.text.commit(rows, columns, tokens, step.logits, least)
         canvas.put(selected, columns, tokens)
         context.report(rows, columns, logits, final=not self.edits)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
@@ -298,7 +299,9 @@ class CommitRule(DenoisingRule):
             first = slice(block.start, block.start + 1)
             sampling = context.sampling if context.first_token == "sampled" else TokenSampling()
             logits = context.predict(active, first, shift=True)
-            _, _, tokens = context.propose_tokens(active, first, logits, sampling)
+            allowed, _, tokens = context.propose_tokens(active, first, logits, sampling)
+            if context.text is not None:
+                tokens = context.text.commit(active, first, tokens, allowed, None)
             canvas.put(context.selected(active), first, tokens)
             context.report(active, first, logits, final=not self.edits)
         return active

@@ -58,10 +58,10 @@ class TextDecoder(Protocol):
         columns: Columns,
         tokens_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
-        least: Sequence[int],
+        least: Sequence[int] | None,
     ) -> torch.Tensor:
         """[A, N] tokens to write instead of `tokens_AN`, of which some completion of the row's text contains all. At
-        least `least` of the row's changes remain, possibly with another token."""
+        least `least` of the row's changes remain, possibly with another token; None: each row has one change."""
 
     def follow(
         self, rows: list[int], firsts: list[int], drafts_AM: torch.Tensor, logits_ANV: torch.Tensor

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LogitsProcessor
 
 MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
@@ -24,6 +25,17 @@ class TextConstraint(Protocol):
 
     def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
+
+    def draft(
+        self,
+        constraints: Sequence[Any],
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_AQV: torch.Tensor,
+        tokens_AQ: torch.Tensor,
+    ) -> torch.Tensor:
+        """[A, Q] tokens of DiffusionGemma's drafts after the rows' texts of at most `lengths` tokens: `tokens_AQ` if
+        they can be completed, else the most probable ones. A row's constraint may be None."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class Ended:
             token. Only from an engine with `record=True`.
         steps: for each position of `canvas`, the request's forward pass that committed or last changed it, counted
             from 1; 0 at positions without a committed token. Only from an engine with `record=True`.
+        constraint_log_mass: of a request with a constraint, the sum over its committed masks of the logarithm of the
+            probability that the model gave to the feasible tokens, at the commit. From samplers that commit masks.
     """
 
     name: Any
@@ -101,6 +115,7 @@ class Ended:
     forwards: int
     canvas: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    constraint_log_mass: float | None = None
 
 
 @dataclass(frozen=True)

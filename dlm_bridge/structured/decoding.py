@@ -43,11 +43,12 @@ EXCLUDED = (
 )
 # Least weight, a logarithm, of a token that the filters exclude: it is taken if no other one completes the text.
 LEAST_WEIGHT = -70.0
+KNOWN_GRAPHS = 8
 # Random numbers beside those of the sampler's own draws.
 REPLACED, CLASS, TOKEN = 1, 2, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AutomatonConstraint:
     """A compiled constraint, for `Request.constraint`. One object may serve many requests."""
 
@@ -105,6 +106,29 @@ class AutomatonConstraint:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
         return AutomatonProcessor(constraints, prompt_width, length)
 
+    def draft(
+        self,
+        constraints: Sequence[Any],
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_AQV: torch.Tensor,
+        tokens_AQ: torch.Tensor,
+    ) -> torch.Tensor:
+        """[A, Q] tokens after the rows' texts of at most `lengths` tokens: `tokens_AQ` if they can be completed, else
+        the most probable ones. A row's constraint may be None."""
+        device, width = tokens_AQ.device, tokens_AQ.shape[1]
+        places = [place for place, one in enumerate(constraints) if one is not None]
+        automata = [constraints[place].automaton for place in places]
+        graph = graph_of(automata, logits_AQV.shape[-1], device)
+        states = [one.advance(0, list(texts[place])) for one, place in zip(automata, places, strict=True)]
+        lefts = [lengths[place] - len(texts[place]) for place in places]
+        index, starts, left_R = to_device([*places, *states, *lefts], device).view(3, -1)
+        final = torch.where(graph.distances <= (left_R - width).clamp(min=0)[graph.state_rows], 0.0, NEVER)
+        outside_RD = torch.arange(width, device=device) >= left_R[:, None]
+        open_DRC = torch.zeros(width, len(places), graph.classes, device=device)
+        lattice = Lattice(graph, starts, final, outside_RD, open_DRC)
+        return tokens_AQ.index_copy(0, index, _most_probable(lattice, logits_AQV[index], tokens_AQ[index]))
+
 
 @dataclass(frozen=True)
 class _View:
@@ -142,10 +166,11 @@ class AutomatonDecoder:
 
     def __init__(self, canvas: Canvas, noise: Noise, constraints: Mapping[Hashable, Any], *, edits: bool) -> None:
         self._canvas, self._noise, self._constraints, self._edits = canvas, noise, constraints, edits
-        self._graphs: dict[tuple[int, ...], Graph] = {}
         self._known: dict[Hashable, tuple[AutomatonConstraint, int, torch.Tensor]] = {}  # states by name
+        self._block: tuple[Any, Graph, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._joint = False  # the last proposals form a text
-        self._proposed: tuple[list[int], _View] | None = None  # rows and view of the last proposals
+        # Rows of the last proposals, and the logarithm of the probability of their feasible tokens.
+        self._proposed: tuple[_View, torch.Tensor] | None = None
 
     def propose(
         self,
@@ -162,9 +187,8 @@ class AutomatonDecoder:
         self._proposed = None
         if view is None:
             return logits_ANV, shaped_ANV, tokens_AN
-        self._proposed = rows, view
         logits_RNV, tokens_RN = view.take(logits_ANV), view.take(tokens_AN)
-        columns_RN = view.take(self._canvas.columns(rows, columns))
+        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         feasible_RNC = _of_columns(feasible_DRC, place_RN)
@@ -172,22 +196,30 @@ class AutomatonDecoder:
         allowed_RNV = feasible_RNC.gather(2, class_R1V)
         fits_RN = gather_tokens(allowed_RNV, tokens_RN)
         only_RNV = logits_RNV.masked_fill(~allowed_RNV, NEVER)
+        probabilities_RNV = logits_RNV.softmax(dim=-1, dtype=torch.float32)
+        mass_RN = probabilities_RNV.masked_fill_(~allowed_RNV, 0.0).sum(dim=-1).log()
+        self._proposed = view, mass_RN
         without = self._canvas.excluded_token_id
         uniform_RN = None
         if sampling.draws:
-            uniform_RN = self._noise.uniform(view.rows, self._canvas.places(view.rows, columns_RN), REPLACED)
+            uniform_RN = self._noise.uniform(
+                view.rows, self._canvas.places(self._selected(view.rows), columns_RN), REPLACED
+            )
         shaped_only_RNV = sampling.shape(only_RNV)
         other_RN = sampling.propose(only_RNV, shaped_only_RNV, without, uniform_RN)
         new_RN = torch.where(fits_RN, tokens_RN, other_RN)
         if self._joint:
-            masked_RN = self._canvas.masked(view.rows, columns_RN)
+            masked_RN = self._canvas.masked(self._selected(view.rows), columns_RN)
             text_RN = self._drawn_text(
                 view, feasible_DRC, place_RN, masked_RN, tokens_RN, only_RNV, shaped_only_RNV, sampling
             )
             new_RN = torch.where(masked_RN, text_RN, new_RN)
         kept_RN1 = (new_RN == tokens_RN)[..., None]
         logits_RNV = torch.where(kept_RN1, logits_RNV, only_RNV)
-        shaped_RNV = torch.where(kept_RN1, view.take(shaped_ANV), shaped_only_RNV)
+        if shaped_only_RNV is only_RNV:  # no temperature, no filters
+            shaped_RNV = logits_RNV
+        else:
+            shaped_RNV = torch.where(kept_RN1, view.take(shaped_ANV), shaped_only_RNV)
         return view.put(logits_ANV, logits_RNV), view.put(shaped_ANV, shaped_RNV), view.put(tokens_AN, new_RN)
 
     def commit(
@@ -196,18 +228,34 @@ class AutomatonDecoder:
         columns: Columns,
         tokens_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
-        least: Sequence[int],
+        least: Sequence[int] | None,
     ) -> torch.Tensor:
         """[A, N] tokens to write instead of `tokens_AN`, of which some completion of the row's text contains all. At
-        least `least` of the row's changes remain, possibly with another token."""
-        if self._joint or self._proposed is None:
+        least `least` of the row's changes remain, possibly with another token; None: each row has one change."""
+        if self._proposed is None:
             return tokens_AN
-        proposed_rows, view = self._proposed
-        assert proposed_rows == rows
-        canvas, lattice, graph = self._canvas, view.lattice, view.graph
+        view, mass_RN = self._proposed
+        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
+        before_RN = self._canvas.take(self._selected(view.rows), columns_RN)
+        if least is not None and not self._joint:
+            tokens_AN = self._checked(view, columns_RN, before_RN, tokens_AN, logits_ANV, least)
+        filled_RN = (before_RN == MASK) & (view.take(tokens_AN) != MASK)
+        mass_R = mass_RN.masked_fill(~filled_RN, 0.0).sum(dim=1)
+        self._canvas.log_mass.index_add_(0, self._canvas.index(view.rows), mass_R.double())
+        return tokens_AN
+
+    def _checked(
+        self,
+        view: _View,
+        columns_RN: torch.Tensor,
+        before_RN: torch.Tensor,
+        tokens_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+        least: Sequence[int],
+    ) -> torch.Tensor:
+        """[A, N] tokens, see `commit`."""
+        lattice, graph = view.lattice, view.graph
         tokens_RN, logits_RNV = view.take(tokens_AN), view.take(logits_ANV)
-        columns_RN = view.take(canvas.columns(rows, columns))
-        before_RN = canvas.take(view.rows, columns_RN)
         place_RN = columns_RN - view.first
         inside_RN = ~lattice.outside.gather(1, place_RN)
         changed_RN = (tokens_RN != before_RN) & (tokens_RN != MASK) & inside_RN
@@ -261,7 +309,9 @@ class AutomatonDecoder:
             own, graph, [begin - canvas.firsts[row] for begin, row in zip(begins, own, strict=True)]
         )
         left_R = to_device([canvas.text_ends[row] - begin for begin, row in zip(begins, own, strict=True)], device)
-        logits_RNV, drafts_RM = logits_ANV[places], drafts_AM[places]
+        index = None if len(places) == len(rows) else to_device(places, device)
+        logits_RNV = logits_ANV if index is None else logits_ANV[index]
+        drafts_RM = drafts_AM if index is None else drafts_AM[index]
         columns = []
         for column in range(logits_RNV.shape[1]):
             next_RC = graph.next_states(state_R)
@@ -278,8 +328,8 @@ class AutomatonDecoder:
                 state_R = torch.where(fits_R, next_RC.gather(1, class_R1)[:, 0], -1)
             else:
                 state_R = torch.full_like(state_R, -1)
-        index = to_device(places, device)
-        return logits_ANV.index_copy(0, index, torch.stack(columns, dim=1))
+        only_RNV = torch.stack(columns, dim=1)
+        return only_RNV if index is None else logits_ANV.index_copy(0, index, only_RNV)
 
     def finish(
         self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, tokens_AN: torch.Tensor, sampling: Any
@@ -289,14 +339,14 @@ class AutomatonDecoder:
         if view is None:
             return tokens_AN
         canvas, tokens_RN = self._canvas, view.take(tokens_AN)
-        columns_RN = view.take(canvas.columns(rows, columns))
+        columns_RN = view.take(canvas.columns(self._selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         allowed_RNV = _of_columns(feasible_DRC, place_RN).gather(
             2, view.graph.token_classes[:, None].expand(-1, tokens_RN.shape[1], -1)
         )
         only_RNV = view.take(logits_ANV).masked_fill(~allowed_RNV, NEVER)
-        new_RN = canvas.behind_prompt(view.rows, columns_RN)
+        new_RN = canvas.behind_prompt(self._selected(view.rows), columns_RN)
         shaped_RNV = sampling.shape(only_RNV)
         text_RN = self._drawn_text(view, feasible_DRC, place_RN, new_RN, tokens_RN, only_RNV, shaped_RNV, sampling)
         return view.put(tokens_AN, torch.where(new_RN, text_RN, tokens_RN))
@@ -332,7 +382,7 @@ class AutomatonDecoder:
         if sampling.draws:
             drawn_RD = torch.zeros_like(lattice.outside).scatter(1, place_RN, masked_RN)
             columns_D = view.first + torch.arange(drawn_RD.shape[1], device=place_RN.device)
-            places_RD = columns_D - self._canvas.origin(view.rows)[:, None]
+            places_RD = columns_D - self._canvas.origin(self._selected(view.rows))[:, None]
             uniform_RD = self._noise.uniform(view.rows, places_RD, CLASS)
             path_RD = lattice.drawn_path(weights_DRC, drawn_RD, uniform_RD)
         else:
@@ -342,7 +392,9 @@ class AutomatonDecoder:
         some_RN1 = (in_class_RNV & (shaped_RNV > NEVER)).any(dim=-1, keepdim=True)
         own_RNV = torch.where(some_RN1, shaped_RNV, only_RNV.to(shaped_RNV.dtype)).masked_fill(~in_class_RNV, NEVER)
         if sampling.draws:
-            uniform_RN = self._noise.uniform(view.rows, self._canvas.places(view.rows, place_RN + view.first), TOKEN)
+            uniform_RN = self._noise.uniform(
+                view.rows, self._canvas.places(self._selected(view.rows), place_RN + view.first), TOKEN
+            )
             text_RN = draw_token(own_RNV, uniform_RN, self._canvas.excluded_token_id)
         else:
             text_RN = own_RNV.argmax(dim=-1)
@@ -350,18 +402,16 @@ class AutomatonDecoder:
 
     # ---- The rows' automata and states.
 
+    def _selected(self, rows: list[int]) -> list[int] | None:
+        """None, which selects all rows, if these are all rows of the canvas."""
+        return None if len(rows) == len(self._canvas.rows) else rows
+
     def _constraint(self, row: int) -> AutomatonConstraint | None:
         return self._constraints.get(self._canvas.names[row])
 
     def _graph(self, rows: list[int], vocabulary: int) -> Graph:
-        """Graph of these rows' automata; the latest ones are cached."""
         automata = [self._constraints[self._canvas.names[row]].automaton for row in rows]
-        key = tuple(map(id, automata))
-        if key not in self._graphs:
-            if len(self._graphs) >= 8:
-                self._graphs.clear()
-            self._graphs[key] = Graph.of(automata, vocabulary, self._canvas.tokens.device)
-        return self._graphs[key]
+        return graph_of(automata, vocabulary, self._canvas.tokens.device)
 
     def _view(self, rows: list[int], vocabulary: int, *, open_all: bool = False) -> _View | None:
         """The constrained ones of these rows; None if there are none. `open_all`: all new tokens count as masks."""
@@ -370,27 +420,32 @@ class AutomatonDecoder:
         if not places:
             return None
         own = [rows[place] for place in places]
-        graph = self._graph(own, vocabulary)
-        firsts = [canvas.firsts[row] for row in own]
-        ends = [canvas.text_ends[row] for row in own]
+        every_first, every_end = canvas.firsts, canvas.text_ends
+        firsts, ends = [every_first[row] for row in own], [every_end[row] for row in own]
         first = canvas.block.start
         # With masks in the prompt, given tokens follow the block.
         stop = canvas.width if canvas.has_holes else canvas.block.stop
-        start_R = self._states(own, graph, [first - one for one in firsts])
         device, columns = canvas.tokens.device, slice(first, stop)
-        columns_RD = canvas.columns(own, columns)
-        numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
-        outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
-        tokens_RD = canvas.take(own, columns)
+        names = [canvas.names[row] for row in own]
+        key = names, [self._constraints[name] for name in names], places, len(rows), firsts, ends, first, stop
+        if self._block is None or self._block[0] != key:  # else the same rows are inside the same block
+            graph = self._graph(own, vocabulary)
+            start_R = self._states(own, graph, [first - one for one in firsts])
+            columns_RD = canvas.columns(self._selected(own), columns)
+            numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
+            outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
+            left_R = (numbers_2R[1, :, 0] - stop).clamp(min=0)
+            final_G = torch.where(graph.distances <= left_R[graph.state_rows], 0.0, NEVER)
+            index = None if len(places) == len(rows) else to_device(places, device)
+            self._block = key, graph, start_R, outside_RD, final_G, index
+        _, graph, start_R, outside_RD, final_G, index = self._block
+        tokens_RD = canvas.take(self._selected(own), columns)
         if open_all:
-            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(own, columns), MASK)
+            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(self._selected(own), columns), MASK)
         fixed_RDC = torch.full((*tokens_RD.shape, graph.classes), NEVER, device=device)
         fixed_RDC.scatter_(2, graph.class_of(tokens_RD)[..., None], 0.0)
         open_RDC = fixed_RDC.masked_fill((tokens_RD == MASK)[..., None], 0.0)
-        left_R = (numbers_2R[1, :, 0] - stop).clamp(min=0)
-        final_G = torch.where(graph.distances <= left_R[graph.state_rows], 0.0, NEVER)
         lattice = Lattice(graph, start_R, final_G, outside_RD, open_RDC.transpose(0, 1).contiguous())
-        index = None if len(places) == len(rows) else to_device(places, device)
         return _View(own, index, lattice, first, graph)
 
     def _states(self, rows: list[int], graph: Graph, counts: list[int]) -> torch.Tensor:
@@ -408,7 +463,7 @@ class AutomatonDecoder:
         if any(more):
             begin_R1 = to_device([canvas.firsts[row] + place for row, place in zip(rows, done, strict=True)], device)
             offset_N = torch.arange(max(more), device=device)
-            tokens_RN = canvas.take(rows, (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
+            tokens_RN = canvas.take(self._selected(rows), (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
             active_RN = (offset_N < to_device(more, device)[:, None]) & (tokens_RN != MASK)
             state_R = graph.advance(state_R, tokens_RN, active_RN)
         if len(self._known) > 2 * len(canvas.rows):
@@ -416,6 +471,30 @@ class AutomatonDecoder:
         for number, (name, count) in enumerate(zip(names, counts, strict=True)):
             self._known[name] = self._constraints[name], max(count, 0), state_R[number]
         return state_R
+
+
+_graphs: dict[tuple[Any, ...], tuple[Sequence[TokenAutomaton], Graph]] = {}  # with the automata, whose ids are keys
+
+
+def graph_of(automata: Sequence[TokenAutomaton], vocabulary: int, device: torch.device) -> Graph:
+    """Graph of these automata. Those of the last batches are cached."""
+    key = *map(id, automata), vocabulary, device
+    if key not in _graphs:
+        while len(_graphs) >= KNOWN_GRAPHS:
+            _graphs.pop(next(iter(_graphs)), None)
+        _graphs[key] = automata, Graph.of(automata, vocabulary, device)
+    return _graphs[key][1]
+
+
+def _most_probable(lattice: Lattice, logits_RDV: torch.Tensor, tokens_RD: torch.Tensor) -> torch.Tensor:
+    """[R, D], the tokens if they are a text, else the most probable text of the product of the columns'
+    distributions."""
+    graph = lattice.graph
+    one_RDC = torch.nn.functional.one_hot(graph.class_of(tokens_RD), graph.classes).bool()
+    fits_R1 = lattice.completes(lattice.open.masked_fill(~one_RDC.transpose(0, 1), NEVER))[:, None]
+    logs_DRC = _class_weights(logits_RDV, graph).transpose(0, 1)
+    path_RD = lattice.best_path(lattice.open + logs_DRC.clamp(min=10 * LEAST_WEIGHT))
+    return torch.where(fits_R1 | lattice.outside, tokens_RD, _best_of_class(logits_RDV, graph, path_RD))
 
 
 def _of_columns(values_DRC: torch.Tensor, place_RN: torch.Tensor) -> torch.Tensor:
@@ -426,12 +505,10 @@ def _of_columns(values_DRC: torch.Tensor, place_RN: torch.Tensor) -> torch.Tenso
 
 def _class_weights(logits_RNV: torch.Tensor, graph: Graph, *, summed: bool = False) -> torch.Tensor:
     """float64 [R, N, C], logarithm of the probability of each class' best token, or of all its tokens."""
-    class_RNV = graph.token_classes[:, None].expand(logits_RNV.shape)
-    empty_RNC = logits_RNV.new_zeros(*logits_RNV.shape[:2], graph.classes, dtype=torch.float64)
     if summed:
-        return empty_RNC.scatter_add(2, class_RNV, logits_RNV.softmax(dim=-1, dtype=torch.float64)).log()
-    best_RNC = empty_RNC.fill_(NEVER).scatter_reduce(2, class_RNV, logits_RNV.double(), "amax")
-    return best_RNC - logits_RNV.double().logsumexp(dim=-1, keepdim=True)
+        return graph.by_class(logits_RNV.softmax(dim=-1, dtype=torch.float64), summed=True).log()
+    best_RNC = graph.by_class(logits_RNV, summed=False).double()
+    return best_RNC - logits_RNV.float().logsumexp(dim=-1, keepdim=True)
 
 
 def _best_of_class(logits_RNV: torch.Tensor, graph: Graph, class_RN: torch.Tensor) -> torch.Tensor:
@@ -463,7 +540,7 @@ class AutomatonProcessor(LogitsProcessor):
         device, count = scores.device, input_ids.shape[1] - self._width
         index = to_device(self._places, device)
         if self._graph is None:
-            self._graph = Graph.of(self._automata, scores.shape[-1], device)
+            self._graph = graph_of(self._automata, scores.shape[-1], device)
             self._state_R = torch.zeros(len(index), dtype=torch.long, device=device)
         graph = self._graph
         new_RN = input_ids[index, self._width + self._done : self._width + count]

@@ -20,7 +20,7 @@ _LEAST: tl.constexpr = tl.constexpr(-1e300)  # in place of minus infinity, whose
 
 
 @triton.jit
-def _flags(
+def _flags(  # type: ignore[no-untyped-def]
     sources, targets, classes, row_edges, row_states, outside, allowed, flags, rows, states, width,
     D, FORWARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _flags(
 
 
 @triton.jit
-def _live_classes(
+def _live_classes(  # type: ignore[no-untyped-def]
     sources, targets, classes, row_edges, outside, reached, completed, feasible, states, width, count,
     D, BLOCK: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def _live_classes(
 
 
 @triton.jit
-def _weights(
+def _weights(  # type: ignore[no-untyped-def]
     targets, classes, first_edges, row_states, row_degrees, outside, drawn, weights, betas, states, width,
     D, SUM: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _weights(
 
 
 @triton.jit
-def _path(
+def _path(  # type: ignore[no-untyped-def]
     table, bases, row_states, starts, outside, drawn, uniform, weights, betas, path, states, width, count,
     D, SUM: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip

@@ -20,6 +20,7 @@ from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.structured.automaton import TokenAutomaton
 
 NEVER = -torch.inf
+CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Graph:
         table: next states of the U states of the different automata, counted within the automaton; -1: not allowed.
         bases: the first state of the row's automaton in the table.
         token_classes: class of each token.
+        chunks: the tokens of each class in K groups of at most `CHUNK`; a shorter one repeats its first token.
+        chunk_classes: the class of each group.
+        repeated: True at repeated tokens, and in groups that only fill the K.
     """
 
     sources: torch.Tensor  # [E]
@@ -52,6 +56,9 @@ class Graph:
     table: torch.Tensor  # [U, C]
     bases: torch.Tensor  # [R]
     token_classes: torch.Tensor  # [R, V]
+    chunks: torch.Tensor  # [R, K, CHUNK]
+    chunk_classes: torch.Tensor  # [R, K]
+    repeated: torch.Tensor  # [R, K, CHUNK]
 
     @classmethod
     def of(cls, automata: Sequence[TokenAutomaton], vocabulary: int, device: torch.device) -> Graph:
@@ -59,13 +66,15 @@ class Graph:
         different = list({id(one): one for one in automata}.values())
         places = {id(one): place for place, one in enumerate(different)}
         count = max(one.transitions.shape[1] for one in different)
-        edges, tables, classes, starts = [], [], [], [0]
+        edges, tables, starts = [], [], [0]
         for one in different:
             edges.append(one.edges)
             tables.append(torch.nn.functional.pad(one.transitions, (0, count - one.transitions.shape[1]), value=-1))
-            known = one.classes[:vocabulary]
-            classes.append(torch.nn.functional.pad(known, (0, vocabulary - len(known))))
             starts.append(starts[-1] + len(one.distances))
+        classes = [_classes(one, vocabulary)[0] for one in different]
+        chunks = [_classes(one, vocabulary)[1] for one in different]
+        most = max(map(len, chunks))
+        chunks = [torch.cat([one, one[:1].expand(most - len(one), -1)]) for one in chunks]
         sizes = [len(one.distances) for one in automata]
         first_R = torch.tensor([0, *sizes]).cumsum(0)[:-1]
         chosen = [places[id(one)] for one in automata]
@@ -87,12 +96,28 @@ class Graph:
             torch.cat(tables),
             torch.tensor([starts[place] for place in chosen]),
             torch.stack([classes[place] for place in chosen]),
+            torch.stack([chunks[place] for place in chosen]),
+            torch.stack([classes[place][chunks[place][:, 0]] for place in chosen]),
+            torch.stack([_repeated(chunks[place]) for place in chosen]),
         )
         return cls(*(part.to(device) for part in parts))
 
     @property
     def classes(self) -> int:
         return self.table.shape[1]
+
+    def by_class(self, values_RNV: torch.Tensor, *, summed: bool) -> torch.Tensor:
+        """[R, N, C], the largest or the summed value of each class' tokens. Values of whole classes are reduced in
+        groups, because atomic operations on so few places are slow."""
+        (rows, count), (groups, size) = values_RNV.shape[:2], self.chunks.shape[1:]
+        grouped = values_RNV.gather(2, self.chunks.view(rows, 1, -1).expand(-1, count, -1))
+        grouped = grouped.view(rows, count, groups, size)
+        class_RNK = self.chunk_classes[:, None].expand(-1, count, -1)
+        if summed:
+            partial_RNK = grouped.masked_fill(self.repeated[:, None], 0.0).sum(dim=-1)
+            return values_RNV.new_zeros(rows, count, self.classes).scatter_add(2, class_RNK, partial_RNK)
+        empty_RNC = values_RNV.new_full((rows, count, self.classes), NEVER)
+        return empty_RNC.scatter_reduce(2, class_RNK, grouped.amax(dim=-1), "amax")
 
     def next_states(self, state_R: torch.Tensor) -> torch.Tensor:
         """[R, C], next states of states counted within each row; -1: not allowed, or no state."""
@@ -242,6 +267,27 @@ class Lattice:
         states_G = self.reached(weights_DRC)[-1] * (self.final > NEVER)
         found_R = torch.zeros_like(self.starts, dtype=torch.int32).index_add(0, self.graph.state_rows, states_G.int())
         return found_R > 0
+
+
+@functools.lru_cache(maxsize=32)
+def _classes(automaton: TokenAutomaton, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[V], class of each token of the vocabulary; [K, CHUNK], tokens of equal class in groups."""
+    known_V = automaton.classes[:vocabulary]
+    classes_V = torch.nn.functional.pad(known_V, (0, vocabulary - len(known_V)))
+    order_V = classes_V.argsort(stable=True)
+    parts = []
+    for own in order_V.split(torch.bincount(classes_V).tolist()):
+        for part in own.split(CHUNK) if len(own) else ():
+            parts.append(torch.cat([part, part[:1].expand(CHUNK - len(part))]))
+    return classes_V, torch.stack(parts)
+
+
+def _repeated(chunks_KM: torch.Tensor) -> torch.Tensor:
+    """[K, CHUNK], True at tokens that a group, or a group after the first equal one, repeats."""
+    repeated_KM = torch.zeros_like(chunks_KM, dtype=torch.bool)
+    repeated_KM[:, 1:] = chunks_KM[:, 1:] == chunks_KM[:, :1]
+    again_K = (chunks_KM[:, 0] == chunks_KM[0, 0]) & (torch.arange(len(chunks_KM)) > 0)
+    return repeated_KM | again_K[:, None]
 
 
 @functools.cache

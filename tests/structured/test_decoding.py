@@ -14,11 +14,12 @@ from dlm_bridge.errors import RowError, SettingError
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.autoregressive import AutoregressiveEngine
 from dlm_bridge.generation.engine import SamplingEngine
-from dlm_bridge.generation.gemma import refuse_constraint
+from dlm_bridge.generation.gemma import GemmaEngine
 from dlm_bridge.generation.request import Ended, Request
 from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.decoding import AutomatonConstraint
 from dlm_bridge.structured.lattice import Graph, Lattice
+from tests.canvas_models import canvas_model, has_class
 from tests.generation.scripted import Scripted
 from tests.generation.standin import VOCABULARY, StandIn, family, ragged
 from tests.generation.test_samplers import CASES
@@ -279,7 +280,55 @@ def test_texts_of_an_autoregressive_model_are_valid(temperature: float) -> None:
         assert not number or accepts(lists().automaton, tokens)
 
 
-def test_diffusion_gemma_refuses_a_constraint() -> None:
-    request = Request("a", [1], constraint=lists())
-    with refused(SettingError, "constraint", "DiffusionGemma"):
-        refuse_constraint(request)
+@has_class
+@pytest.mark.parametrize("length", [3, 4, 12])
+def test_texts_of_diffusion_gemma_are_valid(length: int) -> None:
+    engine = GemmaEngine(canvas_model(0), None, {"eos_token_id": END, "steps": 3}, max_rows=3)
+    for number in range(3):
+        prompt = [1, 2, *[3] * number]
+        engine.submit(Request(number, prompt, length, number, constraint=lists() if number else None))
+    found: dict[Any, Ended] = {}
+    while not engine.idle:
+        found |= {event.name: event for event in engine.step() if isinstance(event, Ended)}
+    assert len(found) == 3
+    for number in (1, 2):
+        assert accepts(lists().automaton, found[number].tokens)
+
+
+def test_the_mass_of_the_feasible_tokens_is_reported() -> None:
+    """One token per step, from left to right: the product of the masses is p(text) / q(text)."""
+    one, length = small(), 3
+    table = torch.randn(length + 1, TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    settings = {"algorithm": "llada", "block_length": 1, "temperature": 1.0, "gen_length": length}
+    settings |= {"eos_token_id": None, "pad_token_id": SMALL_END}
+    engine = SamplingEngine(Scripted(table), settings, max_rows=8, max_length=8, stream=False)
+    for number in range(8):
+        engine.submit(Request(number, [0], seed=number, constraint=AutomatonConstraint(one)))
+    engine.submit(Request("free", [0]))
+    ended = {}
+    while not engine.idle:
+        ended |= {event.name: event for event in engine.step() if isinstance(event, Ended)}
+    assert ended.pop("free").constraint_log_mass is None
+    probabilities = table[1:].softmax(dim=-1)
+    texts = list(canvases(one, length))
+    for event in ended.values():
+        mass = 0.0
+        for place in range(length):
+            feasible = {text[place] for text in texts if text[:place] == event.tokens[:place]}
+            mass += float(probabilities[place, [*feasible]].sum().log())
+        assert event.constraint_log_mass == pytest.approx(mass)
+
+
+@pytest.mark.parametrize("vocabulary", [TOKENS, 700])
+def test_values_are_reduced_by_class(vocabulary: int) -> None:
+    """Of two automata in one batch, also with more tokens in a class than a group has."""
+    table = {0: {**dict.fromkeys(range(min(vocabulary - 1, 600)), 0), 3: 1}, 1: {2: 0}}
+    automata = [small(), automaton(table, [0], vocabulary, [vocabulary - 1])]
+    graph = Graph.of(automata, vocabulary, torch.device("cpu"))
+    values_RNV = torch.randn(2, 3, vocabulary, dtype=torch.float64)
+    for summed in (True, False):
+        found_RNC = graph.by_class(values_RNV, summed=summed)
+        for row, column, kind in product(range(2), range(3), range(graph.classes)):
+            own = values_RNV[row, column, graph.token_classes[row] == kind]
+            expected = own.sum() if summed else own.max() if len(own) else torch.tensor(-torch.inf)
+            assert torch.allclose(found_RNC[row, column, kind], expected.double())
