@@ -160,8 +160,8 @@ def compile_constraint(
         )
         bound.check(Request(name, prompt), found.limits.gen_length, SamplingPlan.of(found, None, len(prompt)))
         return bound
-    if gemma.is_gemma(model):
-        raise SettingError("constraint", "DiffusionGemma's sampler cannot keep it: all its steps change all tokens")
+    if gemma.is_gemma(model) and not gemma.supports_drafts(model, call_keywords(model, settings)):
+        raise SettingError("constraint", "transformers' loop for DiffusionGemma cannot keep it")
     ends = autoregressive.end_tokens(model, settings) or autoregressive.end_tokens(model, {})
     bound = compiled(
         constraint,
@@ -333,6 +333,10 @@ def write_texts(
         rows, ends = output.sequences.tolist(), output.row_ends.tolist()
         forwards, rate = output.forwards, output.tokens_per_forward
     else:
+        if constraint is not None and gemma.is_gemma(model):
+            raise SettingError(
+                "constraint", "DiffusionGemma keeps it in files of prompts and in the server: use `jsonl`"
+            )
         if constraint is not None:
             bound = [compile_constraint(model, tokenizer, constraint, "prompt", ids, settings) for ids in prompts]
             processor = bound[0].processor(bound, width, _new_tokens(model, settings, width))

@@ -168,7 +168,7 @@ class Choice:
         if isinstance(event, Ended):
             piece += self._stream.end()
             self.finish_reason = "stop" if self._complete else event.finish_reason
-            self.forwards, self.log_mass = event.forwards, getattr(event, "constraint_log_mass", None)
+            self.forwards, self.log_mass = event.forwards, event.constraint_log_mass
         if self._calls is not None:
             piece, _ = self._calls.add(piece, last=self.finish_reason is not None)
             if self.finish_reason is not None and self._calls.calls:

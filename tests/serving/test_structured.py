@@ -103,6 +103,13 @@ def test_a_text_matches_where_max_tokens_cut_it(server: Running, fields: Any, pa
         assert answer.json()["choices"][0]["finish_reason"] == "stop"  # complete, although it may have all tokens
 
 
+def test_the_mass_of_the_feasible_tokens_is_reported(server: Running) -> None:
+    given = {"prompt": "the", "max_tokens": 4, "temperature": 1.0, "seed": 1, "dlm": True}
+    figures = [post(server, **given, **more).json()["usage"]["dlm"] for more in ({"regex": "[a-c]+"}, {})]
+    assert figures[0]["constraint_log_mass"] < 0
+    assert "constraint_log_mass" not in figures[1]
+
+
 def test_every_field_of_a_schema_gives_the_same_text(server: Running) -> None:
     given: dict[str, Any] = {"prompt": "the", "temperature": 1.0, "seed": 3, "max_tokens": 32, "steps": 4}
     texts = {
