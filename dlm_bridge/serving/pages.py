@@ -35,7 +35,7 @@ FIELDS = (
     ("response_format, structured_outputs, regex, json_schema, ebnf", "the format of the text: one of them"),
     ("tools, tool_choice, parallel_tool_calls", "functions that a chat may or must call"),
     ("logprobs, top_logprobs", "log probabilities of the tokens"),
-    ("dlm", 'true or {"elbo_samples": 16}: forward passes, and a bound of the log-likelihood, in usage'),
+    ("dlm", "true, or an object with elbo_samples: forward passes, and a bound of the log-likelihood, in usage"),
 )
 ERRORS = (
     ("400", "invalid_request_error", "error.param names the field at fault"),
