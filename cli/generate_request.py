@@ -13,7 +13,8 @@ import typer
 
 from dlm_bridge.cli.help import declared_parameters, option_annotation
 from dlm_bridge.distributed import world_size
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import InputFileError, SettingError
+from dlm_bridge.files.reading import check_text_file
 from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, check_value
 from dlm_bridge.settings import LoadingOptions, check_minimum, comma_separated, common_option, options_of
 
@@ -45,6 +46,11 @@ class GenerateOptions:
     infill: bool = common_option(
         False, "Fill in the prompt's [MASK] (one token) or [MASK:n] (n tokens).", negative=None
     )
+    regex: str | None = common_option(None, "The text matches this regular expression.", metavar="PATTERN")
+    json_schema: Path | None = common_option(
+        None, "The text is JSON that is valid by the JSON schema in this file.", metavar="FILE"
+    )
+    choice: str | None = common_option(None, "The text is one of these, separated by commas.", metavar="A,B,...")
     jsonl: str | None = common_option(None, "File of prompts, one JSON object per line; - is stdin.", metavar="FILE")
     field: str = common_option("prompt", "With --jsonl: the field that holds the prompt.")
     batch_size: int | None = common_option(
@@ -79,10 +85,31 @@ class GenerateOptions:
             raise SettingError("commit_steps", "needs `jsonl`, without `infill`")
         if self.resume and (self.jsonl is None or self.output is None):
             raise SettingError("resume", "needs `jsonl` and `output`")
+        stated = [name for name in ("regex", "json_schema", "choice") if getattr(self, name) is not None]
+        if len(stated) > 1:
+            raise SettingError(stated[1], f"excludes `{stated[0]}`: a text has one constraint, set one of them")
         if self.system is not None and not self.chat:
             raise SettingError("system", "needs `chat`")
         if self.jsonl == "-" and world_size() > 1:
             raise SettingError("jsonl", "stdin cannot be read by several processes: use a file")
+
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        """The constraint of the options `regex`, `json_schema` and `choice`, as in the rows of `jsonl`. Raises
+        InputFileError for a file that is not JSON."""
+        if self.regex is not None:
+            return {"regex": self.regex}
+        if self.choice is not None:
+            return {"choice": self.choice.split(",")}
+        if self.json_schema is None:
+            return None
+        check_text_file(self.json_schema)
+        try:
+            return {"json": json.loads(self.json_schema.read_text("utf-8"))}
+        except OSError as error:
+            raise InputFileError(self.json_schema, str(error.strerror)) from error
+        except (ValueError, RecursionError) as error:
+            raise InputFileError(self.json_schema, f"is not JSON: {error}") from None
 
 
 def parse_batch_size(text: str) -> int | None:

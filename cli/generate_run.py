@@ -32,6 +32,7 @@ from dlm_bridge.generation.offline import (
     GeneratedTexts,
     PromptSampler,
     check_prompts,
+    compile_constraint,
     copies_of,
     draws,
     ending_tokens,
@@ -64,17 +65,28 @@ def run(request: GenerateOptions) -> None:
     prompts = []
     if request.jsonl is not None:
         prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.chat_template_args)
+    constraint = _constraint(request)
     placement = Placement.of(request.loading, replicated=request.jsonl is not None)
     with process_group_ends():
         loaded = load_model(request.model, placement, **request.loading.source)
         if request.jsonl is None:
-            _sample_one(request, loaded, request.settings, displays)
+            _sample_one(request, loaded, request.settings, displays, constraint)
         else:
-            _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
+            _sample_file(request, loaded, request.settings, prompts, join_replicas(placement), constraint)
+
+
+def _constraint(request: GenerateOptions) -> Any:
+    """The constraint of the options; None if there is none."""
+    stated = request.constraint
+    return None if stated is None else load("features", "structured output").read_constraint(stated)
 
 
 def _sample_one(
-    request: GenerateOptions, loaded: LoadedModel, settings: dict[str, Any], displays: Mapping[str, Callable[..., Any]]
+    request: GenerateOptions,
+    loaded: LoadedModel,
+    settings: dict[str, Any],
+    displays: Mapping[str, Callable[..., Any]],
+    constraint: Any,
 ) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.chat_template_args) if request.chat else WrittenPrompt(text=text)
@@ -85,7 +97,7 @@ def _sample_one(
         ends = ending_tokens(loaded.model, settings)
         trace = load("features", "denoising trace")(loaded.tokenizer, ids, ends)
     with displays["show"](trace, Console()) if trace is not None and request.show else nullcontext():
-        result = _sample(loaded, [ids], settings, trace)
+        result = _sample(loaded, [ids], settings, trace, constraint)
     if not is_main():
         return
     facts = {"model": request.model, "family": loaded.family, **_figures(result)}
@@ -112,9 +124,10 @@ def _sample_file(
     settings: dict[str, Any],
     prompts: Sequence[WrittenPrompt],
     replicas: Replicas,
+    constraint: Any,
 ) -> None:
     given = prompts
-    prompts, tokens, failed = _encoded(request, loaded, settings, given)
+    prompts, tokens, failed, constraints = _encoded(request, loaded, settings, given, constraint)
     if not prompts:
         raise _failure(failed, given, None)
     if request.commit_steps and not loaded.diffusion:
@@ -122,7 +135,9 @@ def _sample_file(
     copies = copies_of(loaded.model, settings)
     # A call of `generate` chooses the lengths of spans, and has all beams of a prompt.
     closed = bool(settings.get("span_lengths")) or (copies > 1 and not draws(loaded.model, settings))
-    sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps)
+    if closed and constraints:
+        raise SettingError("constraint", "excludes `span_lengths` and `num_beams` in a file of prompts")
+    sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps, constraints=constraints)
     unfinished, done, keys = _resumed(request, loaded, prompts, tokens, copies, replicas)
     began = time.perf_counter()
     size = request.batch_size
@@ -189,9 +204,14 @@ def _sample_file(
 
 
 def _encoded(
-    request: GenerateOptions, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
-) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str]]:
-    """Encode the prompts. Returns the valid ones, their tokens, and the reasons against the others by line."""
+    request: GenerateOptions,
+    loaded: LoadedModel,
+    settings: dict[str, Any],
+    prompts: Sequence[WrittenPrompt],
+    constraint: Any,
+) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str], list[Any]]:
+    """Encode the prompts. Returns the valid ones, their tokens, the reasons against the others by line, and the
+    constraints of the valid ones: the row's own, else `constraint`; empty if none has one."""
     encoded, failed, infill = [], {}, _infills(loaded, settings)
     for prompt in prompts:
         try:
@@ -201,7 +221,29 @@ def _encoded(
     errors = prompt_errors(loaded.model, [(prompt.where, ids) for prompt, ids in encoded], settings, FILL)
     failed |= {encoded[number][0].where: error.reason for number, error in errors.items()}
     fitting = [one for number, one in enumerate(encoded) if number not in errors]
-    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting], failed
+    constraints: list[Any] = []
+    if constraint is not None or any(prompt.row.get("constraint") is not None for prompt, _ in fitting):
+        kept = []
+        for prompt, ids in fitting:
+            try:
+                constraints.append(_row_constraint(loaded, settings, prompt, ids, constraint))
+                kept.append((prompt, ids))
+            except (SettingError, RowError) as error:
+                failed[prompt.where] = str(error) if isinstance(error, SettingError) else error.reason
+        fitting = kept
+    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting], failed, constraints
+
+
+def _row_constraint(
+    loaded: LoadedModel, settings: dict[str, Any], prompt: WrittenPrompt, ids: Sequence[int], otherwise: Any
+) -> Any:
+    """The compiled constraint of a row; None if it has none. Raises SettingError or RowError."""
+    stated = prompt.row.get("constraint")
+    if stated is not None:
+        otherwise = load("features", "structured output").read_constraint(stated)
+    if otherwise is None:
+        return None
+    return compile_constraint(loaded.model, loaded.tokenizer, otherwise, prompt.where, ids, settings)
 
 
 def _finished(
@@ -266,7 +308,7 @@ def _resumed(
             str(loaded.model.dtype),
             request.commit_steps,
         ],
-        request.settings,
+        request.settings if request.constraint is None else {**request.settings, "constraint": request.constraint},
     ]
     seeds, keys, counts = seeds_of(loaded.model, tokens, request.settings), [], Counter[str]()
     for index in range(len(prompts) * copies):
@@ -334,15 +376,25 @@ def _rows(
     replicas: Replicas,
     done: Container[int],
     recorded: bool = False,
+    constraints: Sequence[Any] = (),
 ) -> Iterator[tuple[int, Facts | RowError]]:
     """Sample this process's rows that are not `done`, and yield (index, output fields or error) as they end.
 
     Args:
         forwards: set to the number of forward passes.
         recorded: include trajectories.
+        constraints: one per prompt; empty: none.
     """
     sampler = PromptSampler(
-        loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded, skip=done
+        loaded.model,
+        loaded.tokenizer,
+        prompts,
+        settings,
+        size,
+        replicas,
+        record=recorded,
+        skip=done,
+        constraints=constraints,
     )
     for row in sampler:
         if isinstance(row, Failed):
@@ -394,10 +446,14 @@ def _rows_of_calls(
 
 
 def _sample(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], trace: Any
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    trace: Any,
+    constraint: Any = None,
 ) -> GeneratedTexts:
     streamer = None if trace is None else trace if loaded.diffusion else trace.token_streamer()
-    return write_texts(loaded.model, loaded.tokenizer, prompts, settings, streamer=streamer)
+    return write_texts(loaded.model, loaded.tokenizer, prompts, settings, streamer=streamer, constraint=constraint)
 
 
 def _infills(loaded: LoadedModel, settings: dict[str, Any]) -> bool:

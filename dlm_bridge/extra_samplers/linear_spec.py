@@ -158,7 +158,9 @@ class SpeculativeRule(DenoisingRule):
         canvas = context.canvas
         columns_AN = columns_from(firsts, drafts_AN.shape[1], drafts_AN.device) + 1
         if context.constraints is not None and context.constraints.by_text:
+            unconstrained_ANV = logits_ANV
             committed_A, logits_ANV = self._commit_one_by_one(context, block, rows, columns_AN, drafts_AN, logits_ANV)
+            context.keep_unconstrained(unconstrained_ANV)
         else:
             logits_ANV = context.constrain(logits_ANV, rows, columns_AN)
             allowed_ANV = context.follow(rows, firsts, drafts_AN[:, 1:], logits_ANV)

@@ -47,7 +47,8 @@ class StepCallback(Protocol):
 
 
 class StepObserver(Protocol):
-    """Interface of an engine's observers."""
+    """Interface of an engine's observers. One with a true attribute `unconstrained` gets the model's logits, after
+    guidance, without the sampler's bias and without constraints; others get those that tokens were proposed from."""
 
     def step(
         self,

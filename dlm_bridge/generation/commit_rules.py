@@ -50,18 +50,28 @@ class SamplerContext:
     planner: Callable[[Any], DenoisingRule] | None = None
     text: TextDecoder | None = None
     row_forwards: int = field(init=False, default=0)
+    # [A, N, V], the last logits without bias and constraints, kept for observers with `unconstrained`.
+    unconstrained: torch.Tensor | None = field(init=False, default=None)
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns, with the sampler's bias and the call's constraints."""
         selected = self.selected(rows)
-        logits = self.predictor(selected, columns, shift)
+        logits = unconstrained = self.predictor(selected, columns, shift)
         if self.logits_bias is not None:
             logits = self.logits_bias(logits, self.canvas, selected, columns)
-        return self.constrain(logits, rows, columns)
+        logits = self.constrain(logits, rows, columns)
+        self.keep_unconstrained(unconstrained)
+        return logits
+
+    def keep_unconstrained(self, logits: torch.Tensor) -> None:
+        """Keep these logits until the next `report`, if an observer asks for them."""
+        if any(getattr(observer, "unconstrained", False) for observer in self.observers):
+            self.unconstrained = logits
 
     def constrain(self, logits: torch.Tensor, rows: list[int], columns: Columns) -> torch.Tensor:
         """Apply the call's constraints to logits [A, N, V], and flag rows with NaN on the canvas. All tokens are
         proposed from the result."""
+        self.keep_unconstrained(logits)
         if self.constraints is not None:
             logits = self.constraints(logits, self.canvas, rows, columns)
         self.canvas.flag_non_finite(self.selected(rows), columns, logits)
@@ -120,8 +130,10 @@ class SamplerContext:
         """Count a forward pass that predicted these columns, and call the observers, after the commit. `final`:
         committed tokens do not change any more."""
         self.row_forwards += len(rows)
+        own, self.unconstrained = self.unconstrained, None
         for observer in self.observers:
-            observer.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
+            seen = own if own is not None and getattr(observer, "unconstrained", False) else logits_ANV
+            observer.step(self.canvas, rows, columns, seen, self.predictor.forwards, final=final)
 
 
 class DenoisingRule(ABC):

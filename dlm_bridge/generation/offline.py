@@ -11,11 +11,13 @@ import torch
 
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation import autoregressive, gemma
-from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.callbacks import StepObserver
+from dlm_bridge.generation.engine import SamplingEngine, SamplingPlan
 from dlm_bridge.generation.prompts import PromptLimits, check_row
-from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request
+from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request, TextConstraint
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
+from dlm_bridge.registration import load
 from dlm_bridge.replicas import ALONE, Replicas
 
 
@@ -66,6 +68,7 @@ def open_engine(
     max_length: int | None = None,
     stream: bool = False,
     record: bool = False,
+    observers: Sequence[StepObserver] = (),
     deliver: Callable[[list[Event]], None] | None = None,
 ) -> Engine:
     """Create the engine for a diffusion or autoregressive model.
@@ -73,6 +76,7 @@ def open_engine(
     Args:
         settings: keyword arguments of `generate`, without a seed; for DiffusionGemma, `gemma.GemmaSettings`.
         max_rows, max_length, stream, record: see `SamplingEngine`.
+        observers: see `SamplingEngine`; of diffusion models, except DiffusionGemma.
         deliver: for engines with closed batches, see `AutoregressiveEngine`.
 
     Raises:
@@ -80,7 +84,7 @@ def open_engine(
     """
     if is_diffusion(model):
         options: dict[str, Any] = {"max_rows": max_rows, "max_length": max_length, "tokenizer": tokenizer}
-        return SamplingEngine(model, settings, stream=stream, record=record, **options)
+        return SamplingEngine(model, settings, stream=stream, record=record, observers=observers, **options)
     if not gemma.is_gemma(model):
         return autoregressive.AutoregressiveEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)
     if gemma.supports_drafts(model, gemma.gemma_keywords(model, settings)):
@@ -132,6 +136,49 @@ def prompt_errors(
         except RowError as error:
             errors[number] = error
     return errors
+
+
+def compile_constraint(
+    model: Any, tokenizer: Any, constraint: Any, name: str, prompt: Sequence[int], settings: Mapping[str, Any]
+) -> TextConstraint:
+    """Compile a `structured.Constraint` for a model, and check that the text after a prompt can satisfy it.
+
+    Raises:
+        SettingError, RowError: the constraint is invalid, no text of the maximum length satisfies it, or the sampler
+            cannot keep it. `name`: the prompt's name in errors.
+    """
+    compiled = load("features", "constraint for a model")
+    if is_diffusion(model):
+        found = resolve_settings(model, None, settings, prompt_width=len(prompt))
+        bound: TextConstraint = compiled(
+            constraint,
+            tokenizer,
+            vocabulary_size=found.limits.vocabulary_size,
+            mask_token_id=found.limits.mask_token_id,
+            eos_token_ids=found.eos_token_ids or found.end_token_ids,
+            pad_token_id=found.pad_token_id,
+        )
+        bound.check(Request(name, prompt), found.limits.gen_length, SamplingPlan.of(found, None, len(prompt)))
+        return bound
+    if gemma.is_gemma(model) and not gemma.supports_drafts(model, call_keywords(model, settings)):
+        raise SettingError("constraint", "transformers' loop for DiffusionGemma cannot keep it")
+    ends = autoregressive.end_tokens(model, settings) or autoregressive.end_tokens(model, {})
+    bound = compiled(
+        constraint,
+        tokenizer,
+        vocabulary_size=model.config.get_text_config().vocab_size,
+        mask_token_id=None,
+        eos_token_ids=ends,
+        pad_token_id=getattr(model.generation_config, "pad_token_id", None),
+    )
+    bound.check(Request(name, prompt), _new_tokens(model, settings, len(prompt)))
+    return bound
+
+
+def _new_tokens(model: Any, settings: Mapping[str, Any], longest: int) -> int:
+    """Maximum number of new tokens of an autoregressive model after a prompt of this length."""
+    given = call_keywords(model, settings, longest)
+    return int(given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - longest)
 
 
 def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
@@ -189,6 +236,7 @@ class PromptSampler:
         replicas: processes that each sample a part of the requests.
         skip: names of requests that are not sampled.
         record: see `SamplingEngine`.
+        constraints: one per prompt, see `Request.constraint`; empty: none.
 
     Attributes:
         copies: requests per prompt. The name of a request is the prompt's index times `copies` plus the copy's index.
@@ -206,6 +254,7 @@ class PromptSampler:
         *,
         record: bool = False,
         skip: Container[int] = (),
+        constraints: Sequence[Any] = (),
     ) -> None:
         self.copies = copies_of(model, settings)
         rows = [prompt for prompt in prompts for _ in range(self.copies)]
@@ -223,7 +272,8 @@ class PromptSampler:
         wanted = sorted((n for n in range(len(rows)) if n not in skip), key=lambda number: -len(rows[number]))
         for number in replicas.share(wanted):
             seed = None if seeds is None else seeds[number]
-            self.engine.submit(Request(number, rows[number], seed=seed, stream=False))
+            constraint = constraints[number // self.copies] if constraints else None
+            self.engine.submit(Request(number, rows[number], seed=seed, stream=False, constraint=constraint))
 
     def __iter__(self) -> Iterator[Ended | Failed]:
         """Iterate over requests as they end or fail. Raises errors that affect all requests."""
@@ -245,6 +295,7 @@ def write_texts(
     settings: Mapping[str, Any],
     *,
     streamer: Any = None,
+    constraint: Any = None,
 ) -> GeneratedTexts:
     """Sample texts for all prompts in one batch, padded on the left.
 
@@ -254,6 +305,7 @@ def write_texts(
             `generate`, with `gen_length` and `seed`, for an autoregressive model, where a temperature implies
             `do_sample`; `gemma.GemmaSettings` for DiffusionGemma.
         streamer: the `streamer` of that `generate`.
+        constraint: language that the texts belong to, a `structured.Constraint`.
 
     Raises:
         SettingError: the model does not support a setting.
@@ -275,10 +327,21 @@ def write_texts(
         given = {**settings, "tokenizer": tokenizer}  # for stop_strings
         if streamer is not None:
             given["streamer"] = streamer
+        if constraint is not None:
+            given["constraint"] = constraint
         output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
         rows, ends = output.sequences.tolist(), output.row_ends.tolist()
         forwards, rate = output.forwards, output.tokens_per_forward
     else:
+        if constraint is not None and gemma.is_gemma(model):
+            raise SettingError(
+                "constraint", "DiffusionGemma keeps it in files of prompts and in the server: use `jsonl`"
+            )
+        if constraint is not None:
+            bound = [compile_constraint(model, tokenizer, constraint, "prompt", ids, settings) for ids in prompts]
+            processor = bound[0].processor(bound, width, _new_tokens(model, settings, width))
+            processors = [*(settings.get("logits_processor") or ()), processor]
+            settings = {**settings, "logits_processor": processors}
         if gemma.is_gemma(model):
             found = gemma.sample_drafts(model, tokenizer, input_ids, mask, settings, streamer)
         else:

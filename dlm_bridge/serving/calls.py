@@ -15,6 +15,7 @@ from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import ClosedError, Job, QueueFullError, Scheduler
+from dlm_bridge.serving.scores import Bounded, Scored
 
 CLIENT_LEFT = 499  # status in the metrics of a client that disconnected; never sent
 
@@ -58,9 +59,18 @@ class Call:
         self.jobs = jobs
         # A prompt with several choices counts once; its jobs are adjacent.
         given = sum(len(job.prompt) - job.prompt.count(MASK) for job in jobs[:: self.request.choices])
-        self.answer = self._bodies(self.request, self._served.name, given)
+        self.answer = self._bodies(self.request, self._served.name, given, self._served.decode)
         infill = self.request.infill
-        self.choices = [Choice(self._served.decode, job.stop_strings, job.prompt if infill else ()) for job in jobs]
+        self.choices = [
+            Choice(
+                self._served.decode,
+                job.stop_strings,
+                job.prompt if infill else (),
+                complete=self.request.constraint is not None,
+                calls=self._served.call_parser(self.request),
+            )
+            for job in jobs
+        ]
         try:
             self._scheduler.submit(jobs)
         except QueueFullError:
@@ -88,7 +98,7 @@ class Call:
     def add(self, index: int, event: Event) -> tuple[str, str | None]:
         """The text that an event adds to its choice, and the finish reason if the choice is finished."""
         choice = self.choices[index]
-        if choice.finish_reason is not None or not isinstance(event, Extended | Ended):
+        if choice.finish_reason is not None or not isinstance(event, Extended | Ended | Scored | Bounded):
             return "", None
         piece = choice.add(event)
         if choice.finish_reason is not None and not isinstance(event, Ended):

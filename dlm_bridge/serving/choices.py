@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 from dlm_bridge.generation.request import MASK, Ended, Extended
+from dlm_bridge.serving.scores import Bounded, Scored, TokenScore
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes of an incomplete character
 
@@ -70,18 +72,40 @@ class TextStream:
 class Choice:
     """One choice of an answer.
 
-    Attributes:
-        finish_reason: "stop" or "length"; None while the choice is sampled.
+    Args:
         prompt: token ids whose masks are filled in; empty otherwise.
+        complete: the text has a constraint, which makes it complete where the number of tokens ends it.
+        calls: parser of the text's calls of tools, a `CallParser` of the extension `structured`; None: the text has
+            none.
+
+    Attributes:
+        finish_reason: "stop", "length" or "tool_calls"; None while the choice is sampled.
         tokens: the final new tokens so far.
+        forwards: number of forward passes that the text took part in, once it has ended.
+        bound: bound of its log-likelihood, if the request asks for it.
     """
 
-    def __init__(self, decode: Decode, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stop_strings: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        complete: bool = False,
+        calls: Any = None,
+    ) -> None:
+        self._complete = complete
         self._decode, self._stop_strings, self.prompt = decode, tuple(stop_strings), prompt
         self._stream = TextStream(decode, stop_strings)
         self._pieces: list[str] = []
+        self._calls = calls
+        self._scores: list[TokenScore] = []
+        self._sent_scores = self._sent_calls = 0
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
+        self.forwards = 0
+        self.log_mass: float | None = None
+        self.bound: Any = None
 
     @property
     def text(self) -> str:
@@ -105,16 +129,50 @@ class Choice:
             return None
         return [self._decode(self.tokens[begin:end]) for begin, end in runs]
 
-    def add(self, event: Extended | Ended) -> str:
-        """The text that an event adds. A stop string finishes the choice before its job has ended."""
+    @property
+    def scores(self) -> list[TokenScore]:
+        """Scores of the tokens so far, if the request asks for them."""
+        return self._scores[: len(self.tokens)]
+
+    def new_scores(self) -> list[TokenScore]:
+        """Scores since the last call."""
+        found = self.scores[self._sent_scores :]
+        self._sent_scores += len(found)
+        return found
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Calls of tools in the text so far, with all their arguments."""
+        return [] if self._calls is None else list(self._calls.calls)
+
+    def new_calls(self) -> list[dict[str, Any]]:
+        """Calls since the last call, with their index."""
+        found = [{"index": index, **call} for index, call in enumerate(self.calls) if index >= self._sent_calls]
+        self._sent_calls += len(found)
+        return found
+
+    def add(self, event: Extended | Ended | Scored | Bounded) -> str:
+        """The text that an event adds, without calls of tools. A stop string finishes the choice before its job has
+        ended."""
         if self.finish_reason is not None:
+            return ""
+        if isinstance(event, Scored):
+            self._scores[event.first :] = event.scores
+            return ""
+        if isinstance(event, Bounded):
+            self.bound = event.bound
             return ""
         new = event.tokens if isinstance(event, Extended) else event.tokens[len(self.tokens) :]
         piece = self._stream.add(new)
         self.tokens += new
         if isinstance(event, Ended):
             piece += self._stream.end()
-            self.finish_reason = event.finish_reason
+            self.finish_reason = "stop" if self._complete else event.finish_reason
+            self.forwards, self.log_mass = event.forwards, event.constraint_log_mass
+        if self._calls is not None:
+            piece, _ = self._calls.add(piece, last=self.finish_reason is not None)
+            if self.finish_reason is not None and self._calls.calls:
+                self.finish_reason = "tool_calls"
         if self._stream.stopped:
             self.finish_reason = "stop"
             self.tokens = self.tokens[: self._stop()]

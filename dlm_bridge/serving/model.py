@@ -7,23 +7,29 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
+from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
-from dlm_bridge.generation.offline import check_prompts, open_engine
-from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
+from dlm_bridge.generation.gemma import is_gemma
+from dlm_bridge.generation.offline import check_prompts, compile_constraint, open_engine
+from dlm_bridge.generation.prompts import SPAN, PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import MASK, Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
+from dlm_bridge.registration import load
 from dlm_bridge.serving.protocol import InfillPrompt, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
+from dlm_bridge.serving.scores import ScoreRecorder, ScoringEngine
 
 TOO_LONG = "context_length_exceeded"  # the error's code in OpenAI's API
 DEFAULT_LENGTH = 4096  # default limit of prompt and new tokens; memory is planned for texts of the limit's length
+SCORES = "scores"  # key beside a job's settings: the arguments `top` and `samples` of `ScoringEngine`
 LENGTHS = ("gen_length", "max_new_tokens", "max_length")  # settings that determine the number of new tokens
 
 
@@ -68,15 +74,20 @@ class ServedModel:
         self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None] | None = None
     ) -> Engine:
         """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
-        return open_engine(
-            self.loaded.model,
+        model = self.loaded.model
+        top, samples = settings.get(SCORES, (None, 0))
+        recorder = ScoreRecorder(top) if top is not None and self.loaded.diffusion else None
+        engine = open_engine(
+            model,
             self.loaded.tokenizer,
-            settings,
+            {name: value for name, value in settings.items() if name != SCORES},
             max_rows=max_rows,
             max_length=self.limit,
             stream=True,
+            observers=() if recorder is None else (recorder,),
             deliver=deliver,
         )
+        return engine if top is None and not samples else ScoringEngine(engine, model, recorder, top, samples)
 
     def plan(self) -> Capacity:
         """Batch size for texts of `limit` tokens that fits free memory, with the default number of new tokens."""
@@ -113,22 +124,95 @@ class ServedModel:
             if not self.loaded.diffusion:
                 raise RequestError(f"{self.name} is autoregressive: only diffusion models fill in masks", 400)
             settings = {name: value for name, value in settings.items() if name not in LENGTHS} | {"infill": True}
+        if request.scored:
+            self._check_scores(request, settings)
+        constraint = self._constraint(request)
         copies = []
         for number, prompt in enumerate(self._prompts(request)):  # stops at the first prompt that is too long
             name = f"prompt[{number}]" if len(request.prompts) > 1 else request.prompt_field
             own = self._job_settings(prompt, name, settings, request.prompt_field)
-            copies += [(prompt, own)] * request.choices
+            if request.scored:
+                if request.bound and not prompt:
+                    raise RequestError("elbo_samples needs a prompt of at least one token", param="dlm")
+                own[SCORES] = (request.logprobs, request.bound or 0)
+            compiled = None if constraint is None else self._compiled(constraint, request, prompt, own)
+            copies += [(prompt, own, compiled)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
-        rows = [prompt for prompt, _ in copies]
+        rows = [prompt for prompt, *_ in copies]
         if request.infill:  # with the model's own masks, as `generate` seeds rows
             mask = resolve_settings(self.loaded.model, None, settings, prompt_width=1).limits.mask_token_id or 0
             rows = [[mask if token == MASK else token for token in prompt] for prompt in rows]
         seeds = row_seeds(secrets.randbits(62) if seed is None else seed, rows)
         jobs = []
-        for index, ((prompt, own), job_seed) in enumerate(zip(copies, seeds, strict=True)):
+        for index, ((prompt, own, compiled), job_seed) in enumerate(zip(copies, seeds, strict=True)):
             group = json.dumps({name: value for name, value in own.items() if name != "gen_length"}, sort_keys=True)
-            jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index)))
+            jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index), compiled))
         return jobs
+
+    def _constraint(self, request: TextRequest) -> Any:
+        """The constraint of the request's texts, a `structured.Constraint`; None if there is none."""
+        if isinstance(request.constraint, tuple):
+            return self._form(request)
+        if request.tools is None:
+            return request.constraint
+        return request.tools.constraint(self.loaded.tokenizer.chat_template)
+
+    def _form(self, request: TextRequest) -> Any:
+        """The constraint of a whole text by those of its spans. Raises RequestError unless there is one per span."""
+        (prompt,) = request.prompts
+        pair = [prompt.prefix, prompt.suffix] if isinstance(prompt, InfillPrompt) else None
+        texts = pair or SPAN.split(str(prompt))[::2]
+        if len(request.constraint) != len(texts) - 1:
+            listed = counted(len(request.constraint), "constraint")
+            raise RequestError(
+                f"{request.format_field} lists {listed} for {counted(len(texts) - 1, 'span')} to fill in",
+                param=request.format_field,
+            )
+        return load("features", "form")([*chain(*zip(texts, request.constraint, strict=False)), texts[-1]])
+
+    def _compiled(
+        self, constraint: Any, request: TextRequest, prompt: Sequence[int], settings: Mapping[str, Any]
+    ) -> Any:
+        """The constraint for this model, see `Request.constraint`. Raises RequestError for one that is invalid, that
+        the sampler cannot keep, or that no text of `max_tokens` satisfies."""
+        field = request.constraint_field
+        settings = {name: value for name, value in settings.items() if name != SCORES}
+        try:
+            return compile_constraint(self.loaded.model, self.loaded.tokenizer, constraint, field, prompt, settings)
+        except DlmBridgeError as error:
+            other = isinstance(error, SettingError) and error.field not in (None, "constraint")
+            reason = f"`{error.field}` {error.reason}" if other else error.reason
+            raise RequestError(f"{field}: {reason.replace('`gen_length=', '`max_tokens=')}", param=field) from error
+
+    def call_parser(self, request: TextRequest) -> Any:
+        """Parser of the calls of tools in a text of the request; None if it may not call any."""
+        if request.tools is None:
+            return None
+        return request.tools.parser(self.loaded.tokenizer.chat_template)
+
+    def _check_scores(self, request: TextRequest, settings: Mapping[str, Any]) -> None:
+        """Raise RequestError for log probabilities or bounds that the model or its sampler does not have."""
+        model = self.loaded.model
+        if is_gemma(model):
+            name = "dlm" if request.logprobs is None else "logprobs"
+            raise RequestError(f"{name} is not supported for DiffusionGemma, whose drafts have no masks", param=name)
+        if request.logprobs is not None and self.loaded.diffusion:
+            found = resolve_settings(model, None, settings, prompt_width=1)
+            layout = found.sampler.spec(SpecialTokens.of(found)).layout
+            if layout.first_masks is not None or layout.closing is not None:
+                raise RequestError(
+                    f"logprobs is not supported by the sampler {found.sampler.name}: it moves or sets tokens that no "
+                    "forward pass proposed at their positions",
+                    param="logprobs",
+                )
+        if request.bound:
+            if request.texts > 1:
+                raise RequestError("elbo_samples needs a single text: send several requests", param="dlm")
+            if not self.loaded.diffusion:
+                raise RequestError(
+                    f"elbo_samples: {self.name} is autoregressive, the sum of its logprobs is exact", param="dlm"
+                )
+            bound_estimator(model)
 
     def _prompts(self, request: TextRequest) -> Iterator[list[int]]:
         tokenizer = self.loaded.tokenizer
@@ -138,7 +222,7 @@ class ServedModel:
                 request.messages,
                 self.name,
                 max_chars=self.max_chars,
-                template_args=request.template_args,
+                template_args=request.variables,
             )
         for one in request.prompts:
             if isinstance(one, InfillPrompt):

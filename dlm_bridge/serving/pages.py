@@ -32,6 +32,10 @@ FIELDS = (
     ("stop", "at most 4 strings that end the text"),
     ("n", "number of texts"),
     ("stream", "send tokens as soon as they are final"),
+    ("response_format, structured_outputs, regex, json_schema, ebnf", "the format of the text: one of them"),
+    ("tools, tool_choice, parallel_tool_calls", "functions that a chat may or must call"),
+    ("logprobs, top_logprobs", "log probabilities of the tokens"),
+    ("dlm", "true, or an object with elbo_samples: forward passes, and a bound of the log-likelihood, in usage"),
 )
 ERRORS = (
     ("400", "invalid_request_error", "error.param names the field at fault"),

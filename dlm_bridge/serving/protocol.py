@@ -4,19 +4,23 @@ errors."""
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 from pydantic_core import from_json
 
 from dlm_bridge.errors import DlmBridgeError, shortened
 from dlm_bridge.generation.prompts import check_template_args
-from dlm_bridge.serving.choices import Choice
+from dlm_bridge.registration import load
+from dlm_bridge.serving.choices import REPLACEMENT_CHARACTER, Choice, Decode
+from dlm_bridge.serving.scores import TokenScore
 
 # Fields of OpenAI's API that do not affect the text.
 IGNORED = {
@@ -30,22 +34,28 @@ UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), ((None, 0), "use repetition_penalty")),
     "audio": ((None,), "answers are text"),
     "best_of": ((None, 1), "use n"),
-    "echo": ((None, False), "answers do not repeat the prompt"),
-    "function_call": ((None, "none", "auto"), "functions are not called: omit it"),
-    "functions": ((None, []), 'functions are not called: omit it, or set function_call to "none"'),
-    "logit_bias": ((None, {}), "use suppress_tokens"),
-    "logprobs": (
+    "echo": (
         (None, False),
-        "the probability of a token in the step that commits it is not a log-probability of the text: omit it",
+        "answers do not repeat the prompt, and a bidirectional model has no log probabilities of its tokens",
     ),
+    "function_call": ((None, "none", "auto"), "use tool_choice"),
+    "functions": ((None, []), "use tools"),
+    "logit_bias": ((None, {}), "use suppress_tokens"),
     "modalities": ((None, ["text"]), "answers are text"),
-    "parallel_tool_calls": ((None, False, True), "tools are not called: omit it"),
-    "response_format": ((None, {"type": "text"}), "the format of the text cannot be forced: omit it"),
+    "prompt_logprobs": ((None,), "the log probabilities of a prompt are not computed: omit it"),
     "suffix": ((None, ""), "/v1/infill fills in the text between a prefix and a suffix"),
-    "tool_choice": ((None, "none", "auto"), "tools are not called: omit it"),
-    "tools": ((None, []), 'tools are not called: omit it, or set tool_choice to "none"'),
-    "top_logprobs": ((None, 0), "omit it"),
 }
+NO_TOOLS: Unsupported = {
+    **dict.fromkeys(("parallel_tool_calls", "tool_choice"), ((None, False, True, "none", "auto"), "omit it")),
+    "tools": ((None, []), "/v1/chat/completions calls tools"),
+}
+# Fields that state the format of a text; the extension `structured` reads them.
+FORMATS = (
+    "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex", "json_schema",
+    "regex", "response_format", "structural_tag", "structured_outputs",
+)  # fmt: skip
+MAX_TOP_LOGPROBS = 20
+MAX_BOUND_SAMPLES = 128
 # Settings of `generate` that only the server sets, or that would change the form of the answer.
 NOT_OF_A_REQUEST = {
     **dict.fromkeys(("device", "execution", "tokenizer"), "is set when the server is started"),
@@ -111,6 +121,11 @@ class TextRequest:
         settings: sampler settings without the seed.
         choices: number of texts per prompt.
         include_usage: end a stream with the token counts.
+        constraint: the texts' format, see `FORMATS`; None: any text; a tuple with one for each span to fill in.
+        format_field: name of the JSON field that states it.
+        tools: the tools of a chat that may be called, a `ToolChoice` of the extension `structured`.
+        logprobs: number of most probable tokens to list with the log probability of each token; None: neither.
+        bound: forward passes of the bound of a text's log-likelihood; 0: no bound, None: no figures of sampling.
     """
 
     chat: bool
@@ -124,11 +139,31 @@ class TextRequest:
     include_usage: bool = False
     infill: bool = False
     field: str = ""
+    constraint: Any = None
+    format_field: str = ""
+    tools: Any = None
+    logprobs: int | None = None
+    bound: int | None = None
 
     @property
     def prompt_field(self) -> str:
         """Name of the JSON field that contains the prompts."""
         return self.field or ("messages" if self.chat else "prompt")
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the JSON field that constrains the texts."""
+        return self.format_field or "tools"
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template, with the tools."""
+        return self.template_args if self.tools is None else {**self.template_args, "tools": self.tools.tools}
+
+    @property
+    def scored(self) -> bool:
+        """True if the answer has log probabilities or bounds."""
+        return self.logprobs is not None or bool(self.bound)
 
     @property
     def texts(self) -> int:
@@ -162,6 +197,35 @@ class _Message(BaseModel):
         return self
 
 
+class _Function(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str = Field(pattern="^function$")
+    function: _Function
+
+
+class _FunctionName(BaseModel):
+    model_config = STRICT
+    name: str
+
+
+class _NamedTool(BaseModel):
+    model_config = STRICT
+    type: str = Field(pattern="^function$")
+    function: _FunctionName
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    elbo_samples: int = Field(0, ge=0, le=MAX_BOUND_SAMPLES)
+
+
 class _StreamOptions(BaseModel):
     model_config = STRICT
     include_usage: bool | None = None
@@ -174,6 +238,9 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    dlm: _Figures | bool | None = Field(
+        None, description=f'true, or an object such as {{"elbo_samples": 16}}, at most {MAX_BOUND_SAMPLES}'
+    )
     generation_config: dict[str, Any] | Json[dict[str, Any]] | None = Field(None, description="a JSON object")
     ignore_eos: bool | None = Field(None, description="true or false")
     max_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
@@ -198,8 +265,16 @@ class Body(BaseModel):
         """Arguments of `TextRequest`."""
         raise NotImplementedError
 
+    @property
+    def bound(self) -> int | None:
+        """`TextRequest.bound`."""
+        return self.dlm.elbo_samples if isinstance(self.dlm, _Figures) else 0 if self.dlm else None
+
 
 class _Completion(Body):
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+    )
     prompt: str | Annotated[ListOf[int] | ListOf[str] | ListOf[ListOf[int]], Field(min_length=1)] = Field(
         description="a string, a list of token ids, or a list of either"
     )
@@ -208,7 +283,7 @@ class _Completion(Body):
     def prompts(self) -> dict[str, Any]:
         """Arguments of `TextRequest`."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return {"prompts": [self.prompt] if single else self.prompt}
+        return {"prompts": [self.prompt] if single else self.prompt, "logprobs": self.logprobs}
 
 
 class _Chat(Body):
@@ -216,16 +291,72 @@ class _Chat(Body):
         min_length=1, description="a list of objects with a role and a content of text, both strings"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="a JSON object")
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+    )
+    tools: ListOf[_Tool] | None = Field(
+        None, description='a list of objects such as {"type": "function", "function": {"name": "look_up", ...}}'
+    )
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = Field(
+        None, description='"none", "auto", "required" or {"type": "function", "function": {"name": "look_up"}}'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
 
     @property
     def prompts(self) -> dict[str, Any]:
-        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables."""
+        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables, and for fields
+        that contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
         template_args, name = self.chat_template_kwargs or {}, "chat_template_kwargs"
         try:
             check_template_args(template_args, name)
         except DlmBridgeError as error:
             raise RequestError(str(error), param=name) from None
-        return {"messages": [each.model_dump() for each in self.messages], "template_args": template_args}
+        return {
+            "messages": [_with_read_arguments(each.model_dump()) for each in self.messages],
+            "template_args": template_args,
+            "logprobs": self.top_logprobs or 0 if self.logprobs else None,
+            "tools": self._called_tools(),
+        }
+
+    def _called_tools(self) -> Any:
+        """The tools that may be called; None if there are none."""
+        choice = self.tool_choice
+        if not self.tools:
+            if choice not in (None, "none", "auto"):
+                raise RequestError("tool_choice needs tools", param="tool_choice")
+            return None
+        name = choice.function.name if isinstance(choice, _NamedTool) else None
+        names = [tool.function.name for tool in self.tools]
+        if name is not None and name not in names:
+            raise RequestError(f"tool_choice: {name} is not among the tools: {', '.join(names)}", param="tool_choice")
+        if len({*names}) < len(names):
+            raise RequestError("tools have a name twice", param="tools")
+        if self.stop:
+            raise RequestError("stop excludes tools: a stop string could end a call", param="stop")
+        return extension("tools", "tools").ToolChoice(
+            [tool.model_dump(exclude_none=True) for tool in self.tools],
+            required=name is not None or choice == "required",
+            name=name,
+            parallel=self.parallel_tool_calls is not False,
+        )
+
+
+def _with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, as chat templates expect, in place of OpenAI's texts."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        read.append(call)
+    return {**message, "tool_calls": read}
 
 
 class _Infill(Body):
@@ -270,7 +401,20 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
 def parse_infill(raw: bytes) -> TextRequest:
     """Validate the body of a request to fill in masks. Raises RequestError as `parse_request`."""
     unsupported = {name: found for name, found in UNSUPPORTED.items() if name != "suffix"}
-    return text_request(_Infill, read_fields(raw), chat=False, unsupported=unsupported)
+    unsupported |= {"logprobs": ((None, False), "omit it"), "dlm": ((None, False), "omit it")}
+    fields, name, spans = read_fields(raw), "structured_outputs", ()
+    if isinstance(fields.get(name), list):  # one constraint per span
+        read = extension("structured output", name).read_constraint
+        try:
+            spans = tuple(read(one, f"{name}[{number}]") for number, one in enumerate(fields.pop(name)))
+        except DlmBridgeError as error:
+            raise RequestError(str(error), param=str(error.field)) from None
+    request = text_request(_Infill, fields, chat=False, unsupported=unsupported)
+    if not spans:
+        return request
+    if request.constraint is not None:
+        raise RequestError(f"{request.format_field} excludes {name}: set one of them", param=name)
+    return replace(request, constraint=spans, format_field=name)
 
 
 def read_fields(raw: bytes) -> dict[str, Any]:
@@ -291,8 +435,16 @@ def text_request(
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if fields.get(choice) == "none":  # the tools are not to be called
             fields.pop(tools, None)
-    _refuse(fields, unsupported)
+    _refuse(fields, unsupported if chat else {**unsupported, **NO_TOOLS})
+    formats = {name: fields.pop(name) for name in FORMATS if name in fields}
+    stated = _stated(formats)
     body = _validated(kind, fields)
+    prompts = body.prompts
+    if stated is not None and prompts.get("tools") is not None:
+        raise RequestError(
+            f"{stated.field} excludes tools: a text has one constraint; set tool_choice to none, or omit one",
+            param=stated.field,
+        )
     settings = _settings(body)
     stored_seed = settings.pop("seed", None)  # in a generation_config
     if not (stored_seed is None or type(stored_seed) is int):
@@ -301,13 +453,36 @@ def text_request(
         raise RequestError("stream_options apply to streams only: set stream as well", param="stream_options")
     return TextRequest(
         chat=chat,
-        **body.prompts,
+        **prompts,
+        constraint=None if stated is None else stated.constraint,
+        format_field="" if stated is None else stated.field,
+        bound=body.bound,
         settings=settings,
         choices=body.n or 1,
         seed=body.seed if "seed" in body.model_fields_set else stored_seed,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
+
+
+def extension(feature: str, field: str) -> Any:
+    """A module of the extension `structured`. Raises RequestError if it is not installed."""
+    try:
+        return load("features", feature)
+    except DlmBridgeError as error:
+        raise RequestError(f"{field} is not supported: {error}", param=field) from None
+
+
+def _stated(formats: Mapping[str, Any]) -> Any:
+    """The constraint that the fields of `FORMATS` state; None if they state none. Raises RequestError."""
+    given = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
+    if not given:
+        return None
+    try:
+        return extension("structured output", next(iter(given))).read_fields(given)
+    except DlmBridgeError as error:
+        field = str(error.field or next(iter(given)))
+        raise RequestError(str(error), param=field) from None
 
 
 def _refuse(fields: Mapping[str, Any], unsupported: Unsupported) -> None:
@@ -369,11 +544,14 @@ class AnswerBodies:
     Args:
         model: name of the served model.
         prompt_tokens: total number of prompt tokens, without masks.
+        decode: text of tokens.
     """
 
     request: TextRequest
     model: str
     prompt_tokens: int
+    decode: Decode = lambda tokens: ""
+    offsets: dict[int, int] = field(default_factory=dict)  # characters of scored tokens so far, by choice
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -388,8 +566,12 @@ class AnswerBodies:
         for index, choice in enumerate(choices):
             text: dict[str, Any] = {"text": choice.text}
             if self.chat:
-                text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            found.append({"index": index, **text, "logprobs": None, "finish_reason": choice.finish_reason})
+                message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+                if choice.calls:
+                    message |= {"content": choice.text or None, "tool_calls": choice.calls}
+                text = {"message": message}
+            logprobs = self.logprobs(index, choice.scores)
+            found.append({"index": index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": found, "usage": self.usage(choices)}
 
@@ -397,11 +579,20 @@ class AnswerBodies:
         """First chunks of a choice: only chats have one."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)] if self.chat else []
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A chunk with a piece of a choice's text."""
+    def piece(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        scores: Sequence[TokenScore] = (),
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """A chunk with a piece of a choice's text, and the scores and the calls of tools that are new."""
+        logprobs = self.logprobs(index, scores)
         if self.chat:
-            return self._chunk(index, {"content": text} if text else {}, finish_reason)
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+            delta = ({"content": text} if text else {}) | ({"tool_calls": list(calls)} if calls else {})
+            return self._chunk(index, delta, finish_reason, logprobs)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._head("text_completion"), "choices": [choice]}
 
     def last(self, choices: Sequence[Choice]) -> list[Any]:
@@ -411,16 +602,71 @@ class AnswerBodies:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return [{**self._head(kind), "choices": [], "usage": self.usage(choices)}, "[DONE]"]
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         new = sum(len(choice.tokens) for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,
             "total_tokens": self.prompt_tokens + new,
+            **({} if self.request.bound is None else {"dlm": self._figures(choices)}),
         }
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _figures(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Figures of the sampling of all texts; those of a single text are its bound and its constraint's."""
+        forwards = sum(choice.forwards for choice in choices)
+        new = sum(len(choice.tokens) for choice in choices)
+        found: dict[str, Any] = {"forwards": forwards, "tokens_per_forward": new / max(forwards, 1)}
+        first = choices[0]
+        if first.log_mass is not None and len(choices) == 1:
+            found["constraint_log_mass"] = first.log_mass
+        if first.bound is not None:
+            found |= {
+                "elbo_nats": first.bound.value,
+                "elbo_stderr": first.bound.error,
+                "mc_samples": self.request.bound,
+            }
+        return found
+
+    def logprobs(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        """Log probabilities of a choice's next tokens in OpenAI's format; None if the request does not ask for
+        them."""
+        if self.request.logprobs is None:
+            return None
+        if self.chat:
+            return {"content": self.content_logprobs(scores), "refusal": None}
+        tokens = [self._text(score.token) for score in scores]
+        first = self.offsets.get(index, 0)
+        offsets = list(accumulate(map(len, tokens), initial=first))
+        self.offsets[index] = offsets.pop()
+        return {
+            "tokens": tokens,
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": [{self._text(token): value for token, value in score.top} for score in scores],
+            "text_offset": offsets,
+        }
+
+    def content_logprobs(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
+        """Entries of `logprobs.content`."""
+        return [
+            {
+                **self._token(score.token, score.logprob),
+                "top_logprobs": [self._token(token, value) for token, value in score.top],
+            }
+            for score in scores
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        incomplete = REPLACEMENT_CHARACTER in text  # a part of a character
+        return {"token": text, "logprob": logprob, "bytes": None if incomplete else list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self.decode([token])
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -439,7 +685,7 @@ class InfillBodies(AnswerBodies):
         head = {"id": f"infill-{self.id}", "object": "infill", "created": self.created, "model": self.model}
         return {**head, "choices": found, "usage": self.usage(choices)}
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Token counts: the texts' tokens include those of the prompt."""
         new = sum(len(choice.tokens) - self.prompt_tokens for choice in choices)
         return {

@@ -10,17 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.protocol import (
+    MAX_TOP_LOGPROBS,
+    NO_TOOLS,
     UNSUPPORTED,
     AnswerBodies,
     Body,
     ListOf,
+    RequestError,
     TextPart,
     TextRequest,
     Unsupported,
     read_fields,
     text_request,
 )
+from dlm_bridge.serving.scores import TokenScore
 
+LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for log probabilities
 _STATELESS = "nothing is stored here: send the whole conversation as input"
 # As `UNSUPPORTED`, in this API.
 UNSUPPORTED_HERE: Unsupported = {
@@ -29,12 +34,13 @@ UNSUPPORTED_HERE: Unsupported = {
     **dict.fromkeys(("max_completion_tokens", "max_tokens"), ((None,), "use max_output_tokens")),
     **dict.fromkeys(("moderation", "prompt", "reasoning"), ((None,), "omit it")),
     "background": ((None, False), "set stream, or wait for the answer"),
-    "include": ((None, []), "omit it"),
+    **NO_TOOLS,
+    "include": ((None, [], [LOGPROBS]), f"only {LOGPROBS} is supported"),
+    "logprobs": ((None,), f"use include: [{LOGPROBS}]"),
     "max_tool_calls": ((None,), "tools are not called: omit it"),
     "messages": ((), "use input"),
     "n": ((None, 1), "an answer has one text: send several requests"),
     "stream_options": ((None, {}, {"include_obfuscation": False}), "omit it"),
-    "text": ((None, {}, {"format": {"type": "text"}}), "the format of the text cannot be forced: omit it"),
     "truncation": ((None, "disabled"), "shorten the input"),
 }
 ROLES = {"developer": "system"}  # names of roles that chat templates do not have
@@ -53,16 +59,26 @@ class _Item(BaseModel):
         return self
 
 
+class _Text(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    format: dict[str, Any] | None = None
+
+
 class _Response(Body):
     input: str | ListOf[_Item] = Field(
         min_length=1, description="a text, or a list of messages with a role and a content of text"
     )
     instructions: str | None = Field(None, description="a text")
+    include: ListOf[str] | None = Field(None, description=f'["{LOGPROBS}"]')
     max_output_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None,
         max_length=16,
         description="an object of at most 16 texts of at most 512 characters, with names of at most 64",
+    )
+    text: _Text | None = Field(None, description="an object with a format")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
     )
 
     @model_validator(mode="after")
@@ -77,7 +93,9 @@ class _Response(Body):
         messages = [{"role": ROLES.get(item.role, item.role), "content": item.content} for item in items]
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        return {"messages": messages, "field": "input"}
+        if self.top_logprobs and not self.include:
+            raise RequestError(f"top_logprobs needs include: [{LOGPROBS}]", param="top_logprobs")
+        return {"messages": messages, "field": "input", "logprobs": self.top_logprobs or 0 if self.include else None}
 
 
 @dataclass(frozen=True)
@@ -90,9 +108,22 @@ class ResponseRequest(TextRequest):
 
 def parse_response(raw: bytes) -> ResponseRequest:
     """Validate the body of a request. Raises RequestError as `parse_request`."""
-    given = read_fields(raw)
-    found = text_request(_Response, given, chat=True, unsupported=UNSUPPORTED_HERE)
-    return ResponseRequest(**vars(found), instructions=given.get("instructions"), metadata=given.get("metadata") or {})
+    fields = read_fields(raw)
+    if fields.get("response_format") is not None:
+        raise RequestError("response_format is not supported: use text.format", param="response_format")
+    text = fields.get("text")
+    if isinstance(text, dict) and isinstance(text.get("format"), dict):
+        fields = {**fields, "response_format": text["format"], "text": {**text, "format": {}}}
+    try:
+        found = text_request(_Response, fields, chat=True, unsupported=UNSUPPORTED_HERE)
+    except RequestError as error:
+        if not str(error.body["error"]["param"]).startswith("response_format"):
+            raise
+        message = str(error).replace("response_format", "text.format")
+        raise RequestError(message, param="text") from None
+    return ResponseRequest(
+        **vars(found), instructions=fields.get("instructions"), metadata=fields.get("metadata") or {}
+    )
 
 
 @dataclass(frozen=True)
@@ -116,17 +147,25 @@ class ResponseBodies(AnswerBodies):
             self._event("response.content_part.added", **self._place, part=_text_part("")),
         ]
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def piece(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        scores: Sequence[TokenScore] = (),
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> dict[str, Any]:
         """Event with a piece of the text."""
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        logprobs = self._scores(scores)
+        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=logprobs)
 
     def last(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """Events after the text."""
         (choice,) = choices
         response, text = self._response(choice), choice.text
         return [
-            self._event("response.output_text.done", **self._place, text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._place, part=_text_part(text)),
+            self._event("response.output_text.done", **self._place, text=text, logprobs=self._scores(choice.scores)),
+            self._event("response.content_part.done", **self._place, part=self._part(choice)),
             self._event("response.output_item.done", output_index=0, item=self._message(choice)),
             self._event(f"response.{response['status']}", response=response),
         ]
@@ -139,9 +178,15 @@ class ResponseBodies(AnswerBodies):
         self.sent.append(kind)
         return {"type": kind, "sequence_number": len(self.sent) - 1, **fields}
 
+    def _part(self, choice: Choice) -> dict[str, Any]:
+        return _text_part(choice.text, self._scores(choice.scores))
+
+    def _scores(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
+        return [] if self.request.logprobs is None else self.content_logprobs(scores)
+
     def _message(self, choice: Choice | None) -> dict[str, Any]:
         """The output item. None: before its text."""
-        content = [] if choice is None else [_text_part(choice.text)]
+        content = [] if choice is None else [self._part(choice)]
         head = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "content": content}
         return {**head, "status": _status(choice)}
 
@@ -155,6 +200,7 @@ class ResponseBodies(AnswerBodies):
                 "output_tokens": tokens["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": tokens["total_tokens"],
+                **({"dlm": tokens["dlm"]} if "dlm" in tokens else {}),
             }
         return {
             "id": f"resp_{self.id}",
@@ -189,5 +235,5 @@ def _status(choice: Choice | None) -> str:
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

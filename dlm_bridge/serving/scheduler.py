@@ -31,6 +31,7 @@ class Job:
         seed: seed of the job's random numbers.
         group: key of the engine: jobs with equal keys can share one.
         listener: called with every event.
+        constraint: language that the text must belong to, see `Request.constraint`.
         stream: also deliver `Committed` and `Extended` events.
     """
 
@@ -39,6 +40,7 @@ class Job:
     seed: int | None
     group: str
     listener: Callable[[Event], None]
+    constraint: Any = None
     stream: bool = True
     cancelled: bool = field(default=False, init=False)
     overtaken: int = field(default=0, init=False)  # number of later jobs of other groups that were started before
@@ -233,7 +235,10 @@ class Scheduler:
                     name = next(names)
                     try:
                         length = job.settings["gen_length"]
-                        engine.submit(Request(name, job.prompt, length, job.seed, stream=job.stream))
+                        request = Request(
+                            name, job.prompt, length, job.seed, stream=job.stream, constraint=job.constraint
+                        )
+                        engine.submit(request)
                         running[name] = job
                     except DlmBridgeError as error:
                         self._notify(job, Failed(name, error))

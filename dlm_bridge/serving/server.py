@@ -245,7 +245,7 @@ class _Routes:
                 call = Call(asked, bodies, loop, self._served, self._scheduler, self._metrics, began)
                 jobs = await loop.run_in_executor(self.reader, self._served.jobs, asked, call.listener)
             for job in jobs:
-                job.stream = live or asked.stream or bool(job.stop_strings)
+                job.stream = live or asked.stream or bool(job.stop_strings) or asked.scored
             call.submit(jobs, self._options.timeout)
         return call
 
@@ -322,8 +322,10 @@ class _Routes:
                 yield chunk
         async for index, event in call.events():
             piece, reason = call.add(index, event)
-            if piece or reason:
-                yield call.answer.piece(index, piece, reason)
+            choice = call.choices[index]
+            new_calls = choice.new_calls()
+            if piece or reason or new_calls:
+                yield call.answer.piece(index, piece, reason, choice.new_scores(), new_calls)
         for chunk in call.answer.last(call.choices):
             yield chunk
 

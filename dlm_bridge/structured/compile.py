@@ -13,6 +13,7 @@ import torch
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.structured.automaton import TokenAutomaton
 from dlm_bridge.structured.cache import cache_key, cached, store
+from dlm_bridge.structured.composed import composed_language
 from dlm_bridge.structured.constraint import Constraint
 from dlm_bridge.structured.grammar import GrammarError, parse_grammar
 from dlm_bridge.structured.json_schema import NESTINGS, SchemaCompiler, SchemaError, parse_schema
@@ -22,6 +23,7 @@ from dlm_bridge.structured.languages import (
     Limits,
     Node,
     TooLargeError,
+    automaton_node,
     determinize,
     distances,
     text,
@@ -116,6 +118,8 @@ def byte_automaton(constraint: Constraint, limits: Limits) -> ByteAutomaton:
 
 def _language(constraint: Constraint, limits: Limits, nesting: Any) -> Node:
     """Syntax tree of a constraint's language."""
+    if constraint.kind in ("tools", "form"):
+        return composed_language(constraint, lambda part: automaton_node(byte_automaton(part, limits)), limits)
     if constraint.kind == "json_schema":
         try:
             return SchemaCompiler(parse_schema(constraint.text), limits, nesting).compile()

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["regex", "choice", "json_schema", "json_object", "grammar"]
+# "tools" and "form" are composed of the others, see `structured.composed`.
+Kind = Literal["regex", "choice", "json_schema", "json_object", "grammar", "tools", "form"]
 
 
 @dataclass(frozen=True)

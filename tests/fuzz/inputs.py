@@ -532,6 +532,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "model": "x", "messages": MESSAGES, "max_completion_tokens": 4, "user": "me", "tools": [], "top_logprobs": 0,
         "response_format": {"type": "text"}, "eos_token_id": EOS, "no_repeat_ngram_size": 2,
     },
+    "chat.completions-tools": {
+        "messages": MESSAGES, "max_tokens": 64, "logprobs": True, "top_logprobs": 2, "tool_choice": "required",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+        "parallel_tool_calls": False,
+    },
+    "completions-regex": {"prompt": "the", "max_tokens": 8, "structured_outputs": {"regex": "a{2,6}"}, "dlm": True},
     "chat.completions-config": {
         "messages": MESSAGES, "stream": True,
         "generation_config": {"max_new_tokens": 4, "temperature": 1.0, "do_sample": True, "pad_token_id": EOS},

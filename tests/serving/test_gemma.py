@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,14 @@ def test_what_clients_of_transformers_send_is_no_error(loaded: LoadedModel) -> N
             answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": "a", **wrong})
             assert answer.status_code == 400
             assert "t_max" in answer.json()["error"]["message"]
+
+
+@pytest.mark.extension("structured")
+def test_a_draft_ends_in_a_text_of_its_format(loaded: LoadedModel) -> None:
+    with running(loaded) as server:
+        body = {"prompt": "the cat", "max_tokens": 12, "seed": 1, "regex": "[a-f]+-[0-9]{2,}", "steps": 4}
+        answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        assert re.fullmatch("[a-f]+-[0-9]{2,}", answer.json()["choices"][0]["text"])
+        answer = httpx.post(f"{server.address}/v1/completions", json={**body, "logprobs": 1}, timeout=PATIENCE_S)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")

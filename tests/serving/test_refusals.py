@@ -91,8 +91,6 @@ def test_the_page_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**PROMPT, "ignore_eos": "yes"}, "ignore_eos"),
         ({**PROMPT, "stream": "yes"}, "stream"),
         ({**PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
-        ({**PROMPT, "logprobs": 1}, "logprobs"),
-        ({**PROMPT, "logprobs": 0}, "logprobs"),
         ({**PROMPT, "echo": True}, "echo"),
         ({**PROMPT, "suffix": "end"}, "suffix"),
         ({**PROMPT, "presence_penalty": 0.5}, "presence_penalty"),
@@ -108,7 +106,9 @@ def test_the_page_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ({**PROMPT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+        ({**CHAT, "functions": [{"name": "f"}]}, "functions"),
     ],
 )
 def test_the_field_at_fault_is_named(body: Any, param: str | None) -> None:
