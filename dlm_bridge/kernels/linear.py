@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 # Names of layers with the same input in their parent module.
-FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED_LAYERS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:

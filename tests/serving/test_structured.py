@@ -243,8 +243,8 @@ def test_the_template_gets_tools_and_calls_as_objects(calling: Running) -> None:
 
 # ---- Bodies of other clients.
 
-# langchain-openai 0.3's ChatOpenAI, by its documentation (bind_tools, with_structured_output): messages as role and
-# content, tools by `convert_to_openai_tool` of a pydantic class, and the default fields of its payload.
+# langchain-openai 0.3's ChatOpenAI, as its documentation describes bind_tools and with_structured_output (not
+# recorded): messages as role and content, tools by `convert_to_openai_tool` of a pydantic class, and the default fields of its payload.
 LANGCHAIN = [
     {
         "model": "any",
@@ -306,8 +306,8 @@ LANGCHAIN = [
         },
     },
 ]
-# litellm.completion("openai/any", ...), by its documentation of function calling and of JSON mode: OpenAI's fields,
-# with an assistant's message as its own objects dump it.
+# litellm.completion("openai/any", ...), as its documentation describes function calling and JSON mode (not
+# recorded): OpenAI's fields, with an assistant's message as its own objects dump it.
 LITELLM = [
     {
         "model": "any",

@@ -1,1 +1,1 @@
-"""Planning: who holds what, memory, recommendation."""
+"""Structured output: constraints, their automata, decoding, and the fields of requests."""
