@@ -21,6 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
+from dlm_bridge.convert.lora.mask_only import restrict_to_masks  # noqa: E402
 from dlm_bridge.generation.runtime import runner  # noqa: E402
 from dlm_bridge.generation.runtime.graphs import BodyInputs, run_body  # noqa: E402
 from dlm_bridge.kernels import elementwise, layers, linear  # noqa: E402
@@ -228,3 +229,30 @@ def test_adapters_are_left_alone(fresh: Any) -> None:
     expected = hidden_states(fresh, inputs)
     with installed(replacements):
         torch.testing.assert_close(hidden_states(fresh, inputs), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tails", [False, True])
+def test_adapters_at_mask_tokens_are_fused(tails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of PEFT's own layers, by layers with every fused operation."""
+    if INTERPRETED:
+        stand_in(monkeypatch)
+        monkeypatch.setattr(runner, "_resolve_execution", lambda model, plain, execution: execution)
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "idlm"), tmp_path)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = get_peft_model(model.to(DEVICE, torch.float32), LoraConfig(r=4, lora_alpha=32, target_modules=targets)).eval()
+    for name, weight in adapted.named_parameters():
+        if ".lora_B." in name:
+            weight.data.normal_(generator=torch.Generator(DEVICE).manual_seed(len(name)))
+    restrict_to_masks(adapted, mask)
+    groups = linear.fuse_linear_layers(model)
+    found = kinds(fuse_elementwise(model, groups))
+    assert found["FusedAttention"] == found["FusedSwiGLU"] == model.config.num_hidden_layers
+    linear.separate_weights(groups)
+    tokens = prompts(3, 4).to(DEVICE) % 59
+    real = torch.ones_like(tokens)
+    real[1, :3] = 0
+    settings = {"attention_mask": real, "gen_length": 10, "block_length": 3, "mask_tails": tails, "temperature": 0.0}
+    settings |= {"eos_token_id": None, "mask_token_id": mask, "pad_token_id": 0, "return_dict_in_generate": True}
+    eager, fused = (adapted.generate(tokens, **settings, execution=execution) for execution in ("eager", "graph"))
+    assert torch.equal(eager.sequences, fused.sequences)
+    assert eager.forwards == fused.forwards
