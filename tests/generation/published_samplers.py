@@ -389,9 +389,7 @@ def rnd1(
     return row
 
 
-def idlm(
-    model: Any, row: list[int], gen: int, mask: int, *, count: int, tails: bool = False
-) -> tuple[list[int], int]:
+def idlm(model: Any, row: list[int], gen: int, mask: int, *, count: int, tails: bool = False) -> tuple[list[int], int]:
     """The row, of whose new tokens each forward drafts `count` and checks those of the one before, and the number of
     forwards. With `tails`, one forward also has the drafts behind each prefix of the draft, here by another one."""
 
