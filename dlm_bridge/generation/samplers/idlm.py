@@ -293,7 +293,13 @@ class SpeculativePredictor(RowCachePredictor):
             logits_AQV = self._runner.logits_at(view, own_AQ)
             return lambda places: logits_AQV[:, places] if isinstance(places, slice) else at_places(logits_AQV, places)
         runner, hidden_AQH = self._runner, self._runner.hidden(view)
-        return lambda places: (runner.head if isinstance(places, slice) else runner.head_at)(hidden_AQH, places)
+
+        def logits_at(places: slice | torch.Tensor) -> torch.Tensor:
+            if isinstance(places, slice):
+                return runner.head(hidden_AQH, places)
+            return runner.head_at(hidden_AQH, places)
+
+        return logits_at
 
     def _block_logits(
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
