@@ -1,5 +1,5 @@
 """A published model to Megatron's layout and back, a diffusion model made from nothing, and the published model's text
-in fewer forward passes: under four minutes on two CPU cores.
+in fewer forward passes: a few minutes on two CPU cores.
 
 SmolLM2-135M-Instruct comes from the Python package that ships it (93 MB, Apache-2.0). Where the package index cannot
 be reached, its parts are left out.
