@@ -454,10 +454,12 @@ def stage_adapter(work: Work) -> None:
                 name = "tails" if tails else "strided"
                 file = texts / f"held-{name}-{precision}.jsonl"
                 found = sample(work, folder, prompts, file, precision, size, mask_tails=tails, block_length=None)
+                facts[name] = compare(work, work.base, prompts, own, found, precision)
                 for kind in ("own", "gsm8k"):
                     some = [row for row, about in zip(found, held, strict=True) if about["kind"] == kind]
-                    facts[f"{name}_{kind}"] = tokens_per_forward(some)
-            return {**facts, **compare(work, work.base, prompts, own, found, precision)}
+                    rate = {"tokens_per_forward": tokens_per_forward(some), "interval": rate_interval(some)}
+                    facts[f"{name}_{kind}"] = rate
+            return {**facts, "machine": machine()}
 
         work.kept(f"adapter-measured-{precision}", measure)
 
@@ -864,9 +866,8 @@ def speed(work: Work, batches: Sequence[Sequence[list[int]]], write: Callable[[A
     """Median of three after a warm-up. `write` returns the number of new tokens of a padded batch."""
     import torch
 
-    padded = []
+    padded, width = [], max(len(row) for batch in batches for row in batch)  # one shape: nothing is compiled twice
     for batch in batches:
-        width = max(map(len, batch))
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in batch])
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
         padded.append((tokens, real))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from dlm_bridge.errors import CheckpointError
+from dlm_bridge.train.lora import fingerprint
+from tests.checkpoints import write_tokenizer
+from tests.refusals import refused
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -82,3 +88,29 @@ def test_no_word_of_the_stories_is_split(tmp_path: Path) -> None:
     # A whole story, with its end, fits into a window of training and into what the examples sample.
     assert max(len(tokenizer(text)["input_ids"]) for text in texts[:500]) < 120 < demo.TRAINING["seq-length"]
     assert all(quality_stories.understood(text) == 1.0 and shown.ends(text) for text in texts[:500])
+
+
+def test_drafts_are_left_out_without_their_model(tmp_path: Path) -> None:
+    assert "left out" in demo.draft_published_model(Console(), tmp_path)
+
+
+def test_an_adapter_is_placed_on_its_own_base_only(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model.save_pretrained(base)
+    write_tokenizer(base, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    shutil.copytree(demo.ADAPTER, adapter)
+    with refused(CheckpointError):
+        demo.place_adapter(adapter, base, tmp_path / "placed")
+    assert not (tmp_path / "placed").exists()
+    (adapter / "base.json").write_text(json.dumps({"base": "base", "fingerprint": fingerprint(model)}))
+    demo.place_adapter(adapter, base, tmp_path / "placed")
+    config = json.loads((tmp_path / "placed" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["mask_only_token_id"] == 16  # <empty_output>
+
+
+def test_the_adapter_of_the_package_is_small() -> None:
+    assert (demo.ADAPTER / "adapter_model.safetensors").stat().st_size <= 8_000_000
+    assert set(json.loads((demo.ADAPTER / "base.json").read_text())) == {"base", "fingerprint"}

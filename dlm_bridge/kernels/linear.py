@@ -118,26 +118,22 @@ def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
     # Avoid inference tensors, which cannot be trained.
     with torch.inference_mode(False), torch.no_grad():
         for holder in model.modules():
-            for names in FUSED_LAYERS:
-                layers = [getattr(holder, name, None) for name in names]
+            children = dict(holder.named_children())
+            bases = {name: _masked_base(layer) for name, layer in children.items()}
+            masked = {name: base for name, base in bases.items() if base is not None}
+            alone = [(name,) for name in masked if not any(name in names for names in FUSED_LAYERS)]
+            for names in [*FUSED_LAYERS, *alone]:
+                adapted = all(name in masked for name in names)
+                layers = [masked[name] if adapted else children.get(name) for name in names]
                 linears = [layer for layer in layers if _is_plain(layer)]
                 if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
-                    groups.append(_group(holder, names, FusedLinear(linears)))
-            masked = {
-                name: base for name, layer in holder.named_children() if (base := _masked_base(layer)) is not None
-            }
-            for names in (*FUSED_LAYERS, *((name,) for name in masked if name not in sum(FUSED_LAYERS, ()))):
-                linears = [masked[name] for name in names if name in masked]
-                if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
-                    delta = MaskedDelta([getattr(holder, name) for name in names])
-                    groups.append(_group(holder, names, FusedLinear(linears, delta)))
+                    delta = MaskedDelta([children[name] for name in names]) if adapted else None
+                    product = FusedLinear(linears, delta)
+                    outputs = tuple(FusedLinearOutput(product, at) for at in range(len(names)))
+                    groups.append(FusedGroup(holder, names, outputs))
     if groups and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old weights' memory is fragmented
     return groups
-
-
-def _group(holder: nn.Module, names: tuple[str, ...], product: FusedLinear) -> FusedGroup:
-    return FusedGroup(holder, names, tuple(FusedLinearOutput(product, at) for at in range(len(names))))
 
 
 def separate_weights(groups: Iterable[FusedGroup]) -> None:

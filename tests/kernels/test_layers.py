@@ -21,6 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
+from dlm_bridge.convert.lora.mask_only import restrict_to_masks  # noqa: E402
 from dlm_bridge.generation.runtime import runner  # noqa: E402
 from dlm_bridge.generation.runtime.graphs import BodyInputs, run_body  # noqa: E402
 from dlm_bridge.kernels import elementwise, layers, linear  # noqa: E402
@@ -228,3 +229,23 @@ def test_adapters_are_left_alone(fresh: Any) -> None:
     expected = hidden_states(fresh, inputs)
     with installed(replacements):
         torch.testing.assert_close(hidden_states(fresh, inputs), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_adapters_at_mask_tokens_are_fused(tmp_path: Path) -> None:
+    """PEFT's own hidden states, by layers with every fused operation."""
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "idlm"), tmp_path)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = get_peft_model(model.to(DEVICE, torch.float32), LoraConfig(r=4, lora_alpha=32, target_modules=targets))
+    for name, weight in adapted.eval().named_parameters():
+        if ".lora_B." in name:
+            weight.data.normal_(generator=torch.Generator(DEVICE).manual_seed(len(name)))
+    restrict_to_masks(adapted, mask)
+    tokens = torch.tensor([[5, 6, 7, mask, mask]], device=DEVICE)
+    inputs = BodyInputs(tokens, None, torch.arange(5, device=DEVICE)[None])
+    expected, fused = hidden_states(model, inputs), layers.Layers(model, compiled=False)
+    found, count = kinds(fused._replacements), model.config.num_hidden_layers
+    assert found["FusedAttention"] == found["FusedSwiGLU"] == found["FusedLayer"] == count
+    assert not fused.trims  # the masks are known of whole rows
+    with fused.installed():
+        torch.testing.assert_close(hidden_states(model, inputs), expected, rtol=1e-4, atol=1e-4)
+    fused.end()
