@@ -244,8 +244,8 @@ def test_the_template_gets_tools_and_calls_as_objects(calling: Running) -> None:
 # ---- Bodies of other clients.
 
 # langchain-openai 0.3's ChatOpenAI, as its documentation describes bind_tools and with_structured_output (not
-# recorded): messages as role and content, tools by `convert_to_openai_tool` of a pydantic class, and the default fields
-# of its payload.
+# recorded): messages as role and content, tools by `convert_to_openai_tool` of a pydantic class, and the default
+# fields of its payload.
 LANGCHAIN = [
     {
         "model": "any",
