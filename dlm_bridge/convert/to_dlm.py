@@ -115,7 +115,8 @@ class _DiffusionCheckpoint(ConvertedCheckpoint):
         texts = dict(token.files)
         config = _config(source, target, token)
         if block_size is not None:
-            config["block_size"] = block_size
+            names = getattr(target.load("config_class"), "attribute_map", {})
+            config[names.get("block_size", "block_size")] = block_size
         if GENERATION in source.hub.files:
             values = _generation(source.folder / GENERATION)
             texts[GENERATION] = json_bytes(values | aligned_ids(values, token.special, source.config))

