@@ -180,6 +180,7 @@ class Bench:
         self.gpus = visible_gpus()
         self.processes: set[tuple[subprocess.Popen[str], bool]] = set()
         self.lock = threading.Lock()
+        self.converting = {name: threading.Lock() for name in FORMS}
         for folder in (self.parts, self.rows, self.folder / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
@@ -304,7 +305,7 @@ class Bench:
 
     def converted(self, name: str, form: Form, gpu: str | None) -> Path:
         folder = self.folder / "models" / name
-        with self.lock:
+        with self.converting[name]:
             if not (folder / "config.json").exists():
                 words = ["convert-to-dlm", self.options.model, folder, "--to", form.kind, "--overwrite"]
                 words += [] if form.block is None else ["--block-size", form.block]
@@ -337,6 +338,7 @@ class Bench:
         for metrics in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
             seconds += (metrics["tokens"] - before) / metrics["tokens_per_s"]
             before = metrics["tokens"]
+        print(f"{name}: {steps} steps in {seconds:.0f} s", flush=True)
         peak = round((metrics.get("peak_memory") or 0) / 2**30, 1)
         loss = metrics.get("eval_loss")
         return {"steps": steps, "train_s": round(seconds, 1), "peak_gib": peak, "held_out_loss": loss}

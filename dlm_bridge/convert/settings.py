@@ -244,14 +244,13 @@ class ToDlmSettings(NewModelSettings):
     )
     to: str | None = option(
         None,
-        "Form of the result: bidirectional, shifted, block-causal, block-causal-shifted, idlm, nemotron, or a family's "
-        "name.",
+        "Form: bidirectional, shifted, block-causal, block-causal-shifted, idlm, nemotron, or a family's name.",
         metavar="FORM",
         common=True,
     )
     block_size: int | None = option(
         None,
-        "Block size (default: block-causal 4, block-causal-shifted and nemotron 32); of idlm the number of masks after a token (1).",
+        "Block size. Default: block-causal 4, block-causal-shifted and nemotron 32; idlm: 1, masks after a token.",
         metavar="N",
         minimum=1,
         common=True,
