@@ -1,6 +1,6 @@
 """Specs of the diffusion forms of autoregressive families, the targets of `convert-to-dlm`.
 
-Each family has six forms: bidirectional and block-causal, both also with shifted logits (the latter is Fast-dLLM v2's),
+Each family has six forms: bidirectional and block-causal, both also with shifted logits (the latter Fast-dLLM v2's),
 I-DLM's, which stays causal and predicts the masks after a token, and Nemotron-Labs-Diffusion's, which denoises blocks
 after a causal context.
 Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published
