@@ -231,7 +231,7 @@ class ToDlmSettings(NewModelSettings):
         mask_token: text of the mask token, which is added to the tokenizer if it is new. None: the tokenizer's own
             mask token, or else <|mask|>.
         to: form ("bidirectional", "shifted", "block-causal", "block-causal-shifted", "idlm" or "nemotron"), or the
-            name of a target family; None: the first of `to_dlm.TARGETS`.
+            name of a target family; None: "block-causal".
         block_size: block size of a block-causal model, or with "idlm" the number of masks after a token; None: the
             source's, or else the target family's.
     """
@@ -244,7 +244,7 @@ class ToDlmSettings(NewModelSettings):
     )
     to: str | None = option(
         None,
-        "Form: bidirectional, shifted, block-causal, block-causal-shifted, idlm, nemotron, or a family's name.",
+        "Form: bidirectional, shifted, block-causal (default), block-causal-shifted, idlm, nemotron; or a family.",
         metavar="FORM",
         common=True,
     )

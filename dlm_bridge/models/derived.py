@@ -51,17 +51,7 @@ class Form:
         return self.word.replace("-", "_")
 
 
-FORMS = (
-    Form(
-        "bidirectional",
-        "BidirectionalLM",
-        {"objective": "masked", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "mdlm"}},
-    ),
-    Form(
-        "shifted",
-        "ShiftedLM",
-        {"shift": True, "objective": "shifted", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "dream"}},
-    ),
+FORMS = (  # the first is the default of convert-to-dlm
     Form(
         "block-causal",
         "BlockCausalLM",
@@ -71,6 +61,16 @@ FORMS = (
             "sft": {"eos_padding": "block"},
             "sampler": {"algorithm": "sdar"},
         },
+    ),
+    Form(
+        "bidirectional",
+        "BidirectionalLM",
+        {"objective": "masked", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "mdlm"}},
+    ),
+    Form(
+        "shifted",
+        "ShiftedLM",
+        {"shift": True, "objective": "shifted", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "dream"}},
     ),
     Form(
         "block-causal-shifted",
@@ -104,7 +104,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
 def forms_of(family: FamilySpec) -> dict[str, str]:
     """Names of the diffusion families with the body of an autoregressive one, by form; the default form first."""
     published = PUBLISHED.get(family.name, {})
-    return published | {form.word: f"{family.name}_{form.name}" for form in FORMS if form.word not in published}
+    return {form.word: published.get(form.word, f"{family.name}_{form.name}") for form in FORMS}
 
 
 def _derived(body: FamilySpec, form: Form) -> FamilySpec:

@@ -227,7 +227,7 @@ def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "to", "family", "task"),
     [
-        ("qwen3", None, "a2d_qwen3", "pretrain"),
+        ("qwen3", None, "sdar", "pretrain"),
         ("mixtral", "block-causal", "mixtral_block_causal", "sft"),
         ("gemma2", "shifted", "gemma2_shifted", "sft"),
         ("gpt-oss", "bidirectional", "gpt_oss_bidirectional", "sft"),
