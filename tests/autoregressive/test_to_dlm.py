@@ -273,7 +273,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert_to_dlm(source, tmp_path / "dlm")
     with pytest.raises(DlmBridgeError, match="overwrite"):
         convert_to_dlm(source, tmp_path / "dlm")
-    with refused(SettingError, "source", "a2d_qwen3"):
+    with refused(SettingError, "source", "sdar"):
         convert_to_dlm(tmp_path / "dlm", out)
     (source / "tokenizer.json").write_text("{")
     with refused(CheckpointError, source / "tokenizer.json"):
