@@ -17,7 +17,7 @@ KERNELS = 25  # so many of a profile are printed
 ROWS = 8  # of a batch whose tokens Fast-dLLM's code chooses at once: it writes all probabilities in float64, twice
 
 
-def _llada(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int) -> dict[str, Any]:
+def llada_sizes(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int) -> dict[str, Any]:
     return {
         "d_model": width,
         "n_layers": layers,
@@ -37,10 +37,10 @@ def _llada(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabul
 # Family and config of each shape: LLaDA's body in the sizes of SmolLM2-135M, SmolLM2-1.7B and LLaDA-8B, SDAR-4B, and
 # LLaDA2.0-mini (16B-A1.4B), whose sizes are the family's defaults.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": ("llada", _llada(64, 2, 4, 2, 128, 512)),
-    "135m": ("llada", _llada(576, 30, 9, 3, 1536, 49152)),
-    "1.7b": ("llada", _llada(2048, 24, 32, 32, 8192, 49152)),
-    "8b": ("llada", _llada(4096, 32, 32, 32, 12288, 126464)),
+    "tiny": ("llada", llada_sizes(64, 2, 4, 2, 128, 512)),
+    "135m": ("llada", llada_sizes(576, 30, 9, 3, 1536, 49152)),
+    "1.7b": ("llada", llada_sizes(2048, 24, 32, 32, 8192, 49152)),
+    "8b": ("llada", llada_sizes(4096, 32, 32, 32, 12288, 126464)),
     "sdar-tiny": (
         "sdar",
         {
@@ -165,8 +165,8 @@ class FastDLLM:
     def __init__(self, checkout: Path, model: Any) -> None:
         sys.path.insert(0, str(checkout / "llada"))
         import generate as code  # type: ignore[import-not-found]
-        from model.configuration_llada import LLaDAConfig  # type: ignore[import-not-found]
-        from model.modeling_llada import LLaDAModelLM  # type: ignore[import-not-found]
+        from model.configurationllada_sizes import LLaDAConfig  # type: ignore[import-not-found]
+        from model.modelingllada_sizes import LLaDAModelLM  # type: ignore[import-not-found]
 
         ours = model.config
         config = LLaDAConfig(

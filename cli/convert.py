@@ -22,6 +22,7 @@ from dlm_bridge.cli.help import (
     with_parameters,
 )
 from dlm_bridge.convert.settings import (
+    ExportSettings,
     HubSettings,
     HubSourceSettings,
     LayoutSettings,
@@ -29,6 +30,7 @@ from dlm_bridge.convert.settings import (
     MegatronSourceSettings,
 )
 from dlm_bridge.errors import SettingError, counted, printable
+from dlm_bridge.registration import load
 from dlm_bridge.settings import options_of
 
 Parameters = dict[str, tuple[Any, Any]]
@@ -64,8 +66,13 @@ def register(app: typer.Typer) -> None:
         {"source": argument("HF", "Hub folder or Hub id.")} | to_megatron,
         declared_parameters(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
     )
-    to_hub = {"output": argument("OUT", "The Hub folder to write.", Path)}
-    add_command(app, "export", export, megatron | to_hub, declared_parameters(MegatronSourceSettings, HubSettings))
+    to_hub = {"output": argument("OUT", "The Hub folder or GGUF file to write.", Path)}
+    source = {
+        "source": argument(
+            "SOURCE", "Megatron checkpoint; with --quantize or --to gguf also a run, Hub folder or Hub id."
+        )
+    }
+    add_command(app, "export", export, source | to_hub, declared_parameters(MegatronSourceSettings, ExportSettings))
     add_command(
         app,
         "reshard",
@@ -104,15 +111,26 @@ def import_(source: str, output: Path, as_json: bool, **values: Any) -> None:
 
 
 def export(source: str, output: Path, as_json: bool, **values: Any) -> None:
-    """Convert a Megatron checkpoint to a Hub checkpoint.
+    """Convert a Megatron checkpoint to a Hub checkpoint, or any checkpoint to quantised weights or to GGUF.
 
     Example: dlm-bridge export ckpt LLaDA-tuned
+
+    Example: dlm-bridge export GSAI-ML/LLaDA-8B-Instruct llada.gguf --to gguf --quantize q8_0
     """
     from dlm_bridge.bridge import Bridge
+    from dlm_bridge.hub import CONFIG_FILE, checkpoint_folder
 
-    bridge = Bridge.from_megatron(source, **values_of(MegatronSourceSettings, values))
+    chosen = values_of(ExportSettings, values)
+    feature = ExportSettings(**chosen).feature
+    if feature is not None:
+        load("features", feature)  # refused before anything is read
+        folder = checkpoint_folder(source)
+    if feature is not None and (not folder.is_dir() or (folder / CONFIG_FILE).is_file()):
+        bridge = Bridge.from_hf(folder, family=values["family"])
+    else:
+        bridge = Bridge.from_megatron(source, **values_of(MegatronSourceSettings, values))
     with progress_bar("exporting") as progress:
-        report = bridge.to_hf(output, **values_of(HubSettings, values), progress=progress)
+        report = bridge.to_hf(output, **chosen, progress=progress)
     show_report(report.as_dict(), as_json)
 
 

@@ -24,6 +24,10 @@ CONSENT_HELP = (
     "read the code first."
 )
 
+AGAINST_HELP = (
+    "Check a quantised Hub folder A against the checkpoint it was made from: the rounding error of every weight, and "
+    "that all other tensors are equal."
+)
 LOGITS_HELP = (
     "Also compare both models' logits (fp32). megatron-core runs the Megatron side (transformers, if it does not "
     "support the model), transformers the Hub side. A single Megatron checkpoint is run by both."
@@ -40,6 +44,7 @@ def verify(
         str | None, typer.Argument(metavar="[B]", help="A second checkpoint. Default: A's own manifest.")
     ] = None,
     logits: Annotated[bool, typer.Option("--logits", help=LOGITS_HELP)] = False,
+    against: Annotated[str | None, typer.Option(metavar="SOURCE", help=AGAINST_HELP)] = None,
     against_original: Annotated[
         bool, typer.Option("--against-original", help=ORIGINAL_HELP, rich_help_panel=ORIGINAL)
     ] = False,
@@ -80,6 +85,12 @@ def verify(
             original_requires=original_requires or (),
             revision=revision,
         )
+    elif against is not None:
+        if b is not None:
+            raise SettingError("against", f"is the checkpoint to compare {a} with: remove {b}")
+        verify_quantized = load("features", "verify --against")
+        with progress_bar("verifying") as progress:
+            verdict = verify_quantized(a, against, logits, workers, progress)
     else:
         if revision is not None:
             raise SettingError("revision", f"{revision} needs `against_original`")
@@ -122,6 +133,8 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
             typer.echo(printable(f"note: {note}"))
     compared = f"{counted(verdict['tensors'], 'tensor')}, {size_text(verdict['bytes'])}"
     if verdict["equal"]:
+        if verdict["summary"]:
+            return typer.echo(printable(verdict["summary"]))
         equal = f"{a} is intact: it matches {b}" if b in (MANIFEST, FILE_DIGESTS) else f"{a} and {b} are equal"
         typer.echo(printable(f"{equal} ({compared}){logits}"))
         return None

@@ -14,7 +14,7 @@ from dlm_bridge.convert.checkpoints.huggingface import open_hub
 from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
 from dlm_bridge.convert.planning import ConversionReport
 from dlm_bridge.convert.settings import (
-    HubSettings,
+    ExportSettings,
     HubSourceSettings,
     MegatronSettings,
     MegatronSourceSettings,
@@ -155,19 +155,21 @@ class Bridge:
         chosen = settings_from(MegatronSettings, layout=layout or Layout(), dtype=dtype, **settings)
         return write_megatron(self.checkpoint, Path(output), chosen)
 
-    @takes(HubSettings)
+    @takes(ExportSettings)
     def to_hf(self, output: PathLike, dtype: str | torch.dtype | None = None, **settings: Any) -> ConversionReport:
-        """Write a Hub folder.
+        """Write a Hub folder, or with `to="gguf"` a GGUF file.
 
         Args:
-            output: folder to write.
+            output: folder or file to write.
             dtype: "keep" (also None), "bf16", "fp16", "fp32" or a torch dtype.
-            settings: the other fields of `HubSettings` and `ConversionSettings`.
+            settings: the other fields of `ExportSettings` and `ConversionSettings`.
 
         Raises the errors of `to_megatron`.
         """
-        chosen = settings_from(HubSettings, dtype=dtype, **settings)
-        return write_hub(self.checkpoint, Path(output), chosen)
+        chosen = settings_from(ExportSettings, dtype=dtype, **settings)
+        write = write_hub if chosen.feature is None else load("features", chosen.feature)
+        report: ConversionReport = write(self.checkpoint, Path(output), chosen)
+        return report
 
     @property
     def code_place(self) -> str:

@@ -169,6 +169,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def quantization_method(folder: Path) -> str | None:
+    """`quant_method` of a Hub folder's config.json; None if the weights are not quantised or the file is damaged."""
+    try:
+        found = read_config(folder / CONFIG_FILE).get("quantization_config")
+    except (CheckpointError, OSError):
+        return None
+    return str(found.get("quant_method")) if isinstance(found, dict) else None
+
+
 def with_dtype(text: str, dtype: str) -> str:
     """Set the top-level dtype field ("torch_dtype" or "dtype") in the text of a config.json; all other bytes stay."""
     config = json.loads(text)

@@ -243,6 +243,7 @@ def whole_numbers(field: str, text: str | None) -> list[int]:
         raise SettingError(field, f"{text} must be integers separated by commas") from None
 
 
+QUANTIZE = ("fp8", "int8", "int4")
 _loading_option = functools.partial(common_option, panel="Loading")
 
 
@@ -267,8 +268,10 @@ class LoadingOptions:
     family: str | None = _loading_option(None, "Model family, if config.json does not identify it.")
     revision: str | None = _loading_option(None, "Branch, tag or commit of a Hub id.")
     like: str | None = _loading_option(None, "Hub model of a Megatron checkpoint of another program.", metavar="HF")
+    quantize: str | None = _loading_option(None, "Quantise the weights: fp8, int8 or int4.", choices=QUANTIZE)
 
     @property
     def source(self) -> dict[str, Any]:
         """Keywords of `load_model` that select the tensors and the tokenizer."""
-        return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}
+        names = ("dtype", "family", "revision", "like", "tokenizer", "quantize")
+        return {name: getattr(self, name) for name in names}

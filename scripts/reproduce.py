@@ -16,6 +16,7 @@ is outside the 95% interval of ours, or a row failed.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import platform
@@ -279,8 +280,10 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def digest(place: str) -> dict[str, str]:
-    """SHA-256 of each file of weights of a folder, or of a Hub id that has been downloaded."""
+    """SHA-256 of each file of weights of a folder, or of a Hub id that has been downloaded; computed once, since rows
+    and parts share checkpoints of many GB."""
     folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place, local_files_only=True))
     found = {}
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):

@@ -6,13 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoints import write_tokenizer
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "adapt_smollm2.py"
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import adapt_smollm2 as adapt
+
+SCRIPT = Path(adapt.__file__)
 EOS = 258
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
@@ -21,13 +27,33 @@ TEMPLATE = (
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
 
 
+def test_numbers_and_intervals() -> None:
+    assert adapt.number("3 + 4 = 7\n#### 1,007") == 1007
+    assert adapt.number("#### 1\n#### $2.5") == 2.5
+    assert adapt.number("the answer is 7") is None
+    assert adapt.last_number("the answer is 7.") == 7
+    row = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so\n#### 18"}]
+    assert adapt.is_right("#### 18.0", row)
+    assert not adapt.is_right("18", row)
+    assert adapt.is_right("18", row, adapt.last_number)
+    assert adapt.wilson(36, 256) == pytest.approx((0.1033, 0.1885), abs=1e-3)  # of the literature's formula
+    assert adapt.ratio_interval([True, False] * 50, [True, False] * 50) == (1.0, 1.0)
+    low, high = adapt.ratio_interval([True, False] * 50, [True] * 100)
+    assert 0.35 < low < 0.5 < high < 0.65
+    rows = [
+        {"tokens": [1, 2, 9], "reason": "stop", "forwards": 2},
+        {"tokens": [1, 2], "reason": "length", "forwards": 2},
+    ]
+    assert adapt.tokens_per_forward(rows) == 1.0  # the token that ends a text does not count
+
+
 @pytest.mark.slow
 def test_from_data_to_figures(tmp_path: Path) -> None:
-    output, data = tmp_path / "adapted", tmp_path / "data"
+    """All stages, over calls that are cut off."""
+    output, data, model = tmp_path / "adapted", tmp_path / "data", tmp_path / "model"
     sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=EOS))
-    model.save_pretrained(output / "smollm2")  # where the script looks before it fetches
-    write_tokenizer(output / "smollm2", TOKENIZER)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=EOS)).save_pretrained(model)
+    write_tokenizer(model, TOKENIZER)
     data.mkdir()
     for split, count in (("train", 20), ("test", 5)):
         rows = [
@@ -35,21 +61,37 @@ def test_from_data_to_figures(tmp_path: Path) -> None:
         ]
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    command = [sys.executable, SCRIPT, "--preset", "cpu", "--data", data, "--output", output]
-    figures, both = output / "figures.json", ["autoregressive", "diffusion"]
-    for only, models in ((["--only"], []), (["--only", "diffusion"], ["diffusion"]), ([], both)):  # as on several GPUs
-        done = subprocess.run([*command, *only], capture_output=True, text=True, check=False, timeout=600)
+    def call(*more: str) -> list[dict[str, Any]]:
+        options = ["--preset", "cpu", "--model", model, "--data", data, "--output", output, *more]
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False, timeout=600
+        )
         assert done.returncode == 0, done.stderr
-        found = json.loads(figures.read_text()) if figures.exists() else {"models": {}}
-        assert list(found["models"]) == models
-    assert found["rows"]["train"] == 16  # the preset's
-    assert (output / "curves.png").stat().st_size > 0
-    for measured in found["models"].values():
-        answers = measured["answers"]
-        assert [sample["question"] for sample in answers["samples"]] == ["0 and 0?", "1 and 1?", "2 and 2?"]
-        assert 0 <= answers["correct"] <= answers["problems"] == 4
-        assert 0 <= answers["ended"] <= 4
-        assert measured["likelihood"]["nats"] > 0
-        assert [step for step, _ in measured["training"]["curve"]][-1] == found["steps"] == 4
-    conversations = [json.loads(line) for line in (output / "rows" / "train.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    said = call("--seconds", "3")
+    assert "stopped" in said[-1]
+    call("--stages", "prepare,adapter")
+    said = call()
+    assert [line["stage"] for line in said if "stage" in line] == list(adapt.STAGES)
+    again = call()
+    assert all("stage" in line for line in again)  # nothing is done again
+    results = {path.stem: json.loads(path.read_text()) for path in (output / "results").glob("*.json")}
+    assert results["rows"]["train"] == 12
+    assert results["rows"]["dev"] == 3
+    conversations = [json.loads(line) for line in (output / "rows" / "test.jsonl").read_text().splitlines()]
     assert conversations[3]["messages"][1]["content"] == "6\n#### 6"  # without the calculator's annotation
+    for block in (4, 8):
+        tails, strided = (results[f"measured-drafts-{block}-n{block}-{how}-fp32"] for how in ("tails", "strided"))
+        for found in (tails, strided):
+            assert found["identical"] == found["of"] == 4
+            assert found["right"] == results["measured-twin"]["right"]
+        assert tails["tokens_per_forward"] >= strided["tokens_per_forward"]
+        assert results[f"drafts-{block}"]["steps"] == 4
+    assert results["measured-drafts-8-n3-tails-fp32"]["identical"] == 4
+    assert results["speed-2-drafts-4-tails"]["tokens_per_s"] > 0
+    assert "absent" in results["speed-1-vllm"] or results["speed-1-vllm"]["tokens_per_s"] > 0
+    assert results["adapter-measured-fp32"]["identical"] == results["adapter-measured-fp32"]["of"]
+    factors = load_file(output / "results" / "adapter" / "adapter_model.safetensors")
+    assert {str(tensor.dtype) for tensor in factors.values()} == {"torch.bfloat16"}
+    assert (output / "results" / "adaptation.png").stat().st_size > 0

@@ -109,6 +109,11 @@ FAST = (
         (rf'"ours_s": {NUMBER}, "roofline_s": {NUMBER}',),
     ),
     Case(
+        "quantized.py",
+        "--size quantized-tiny --length 8 --block 8 --steps-per-block 2 --repeats 1 --execution eager --folder {out}",
+        tuple(rf'"weights": "{name}".*"kl": {NUMBER}' for name in ("bf16", "fp8", "int8", "int4")),
+    ),
+    Case(
         "attention.py", "--tiny", (r"^tiny .*relative error \de-0[2-9]", r"^tiny, two padded .*error \de-0[2-9]"),
         cuda=True, environment={"TRITON_INTERPRET": "1"},
     ),

@@ -116,15 +116,21 @@ def test_notebooks(root: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert f"{len(list(EXAMPLES.glob('*.ipynb')))} passed" in done.stdout
-    cells = json.loads((root / "examples/sample_and_watch.ipynb").read_text())["cells"]
-    texts = [
-        "".join(output["text"])
-        for cell in cells
-        for output in cell.get("outputs", [])
-        if output.get("name") == "stdout"
-    ]
+    texts = printed(root / "examples/sample_and_watch.ipynb")
     assert shown.problem("words; end", texts[0], "", root) is None, texts
     assert shown.ends(texts[-1]), texts
+    printed_lines = "".join(printed(root / "examples/adapt.ipynb")).splitlines()
+    causal, untrained, adapted = (line for line in printed_lines if line.startswith("Tom was"))
+    for text in (causal, adapted):
+        assert shown.problem("words; end", text, "", root) is None, text
+    assert untrained not in (causal, adapted)
+
+
+def printed(notebook: Path) -> list[str]:
+    """Texts on stdout of each cell that printed something."""
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return ["".join(output["text"]) for output in outputs if output.get("name") == "stdout"]
 
 
 def test_custom_family(root: Path) -> None:

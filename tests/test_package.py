@@ -101,6 +101,8 @@ def loaded_by(*words: object) -> set[str]:
 def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> None:
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub", "peft"}
     assert not heavy & loaded_by("families")
+    assert not heavy & loaded_by("plan", llada, "--gpus", 2, "--seq-length", 32)
+    assert not heavy & loaded_by("plan", "LLaDA2.0-flash", "--gpus", 8, "--seq-length", 32, "--json")
     assert heavy & loaded_by("inspect", llada) <= {"numpy"}
     # torch.distributed.checkpoint, and torch.distributed.tensor under it, take as long to import as torch.
     heavy |= {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "matplotlib"}

@@ -188,6 +188,12 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],
     "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
+    "exports": [
+        ("export", "m", "o", "--quantize", "fp8"),
+        ("export", "m", "o", "--to", "gguf"),
+        ("verify", "m", "--against", "s"),
+        (*GENERATE, "--quantize", "int8"),
+    ],
 }
 WITHOUT = """
 import contextlib, importlib, io, pkgutil, sys

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 AttentionPattern = Literal["bidirectional", "block_causal", "causal"]
 StreamPattern = Literal["block", "causal"]  # attention pattern of one stream in two-stream training
@@ -89,7 +93,7 @@ class MaskColumn(IntEnum):
     CLEAN_LIMIT = 4  # a query attends to clean keys with an order below this
 
 
-UNLIMITED = torch.iinfo(torch.int32).max
+UNLIMITED = 2**31 - 1  # the largest int32
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, counted, first_of, one_line
 from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
-from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, cast, dtype_name
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
@@ -201,8 +201,9 @@ def _parse(data: dict[str, Any]) -> Manifest:
         ShardRecord(shard["file"], shard["metadata"], tuple(shard["tensors"])) for shard in data["shards"]
     ]
     manifest = Manifest(**values)
+    dtypes = STORED_DTYPES | (QUANTISED_DTYPES if manifest.format == "huggingface" else {})
     for name, record in manifest.tensors.items():
-        if record.dtype not in (name for name, _ in STORED_DTYPES.values()):
+        if record.dtype not in (name for name, _ in dtypes.values()):
             raise ValueError(f"tensor {name} has dtype {record.dtype}")
     for name, kind in get_type_hints(Manifest).items():
         if not _fits(getattr(manifest, name), kind):

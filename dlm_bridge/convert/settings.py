@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.dtypes import check_dtype, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-from dlm_bridge.settings import check_minimum, check_values, option, options_of
+from dlm_bridge.settings import QUANTIZE, check_minimum, check_values, option, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +167,40 @@ class HubSettings(ConversionSettings):
     def shard_bytes(self) -> int | None:
         """`shard_size` in bytes."""
         return parse_size(self.shard_size)
+
+
+@dataclass(frozen=True)
+class ExportSettings(HubSettings):
+    """Settings of `export`, besides those of `HubSettings`.
+
+    Args:
+        to: "hf", a Hub folder, or "gguf", a file for llama.cpp.
+        quantize: write a Hub folder in the layout of compressed-tensors ("fp8", "int8" or "int4"), or a GGUF file with
+            blocks of 8-bit integers ("q8_0").
+    """
+
+    to: str = _output("hf", "What to write: hf, a Hub folder, or gguf, a file for llama.cpp.", choices=("hf", "gguf"))
+    quantize: str | None = _output(
+        None,
+        "Quantise the weights: fp8, int8 or int4 (compressed-tensors), with --to gguf q8_0.",
+        choices=(*QUANTIZE, "q8_0"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize is not None and (self.quantize == "q8_0") != (self.to == "gguf"):
+            raise SettingError(
+                "quantize",
+                f"{self.quantize} contradicts `to={self.to}`: a Hub folder is quantised to {', '.join(QUANTIZE)}, a "
+                "GGUF file to q8_0",
+            )
+
+    @property
+    def feature(self) -> str | None:
+        """Feature of an extension that writes the output; None for a Hub folder with the weights as they are."""
+        if self.to == "gguf":
+            return "export --to gguf"
+        return None if self.quantize is None else "export --quantize"
 
 
 @dataclass(frozen=True)

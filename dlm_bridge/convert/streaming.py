@@ -15,20 +15,23 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.reading import VirtualFile
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch  # imported where tensors are moved
+else:
+    np = LazyModule("numpy", globals(), "np")
 
 try:
     from zlib_ng.zlib_ng import crc32  # several times as fast as most systems' zlib
@@ -37,8 +40,8 @@ except ImportError:  # no wheel for this system
 
 BAND = 512 << 10  # bytes
 
-Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
-Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); valid until the next one
+Rows: TypeAlias = "npt.NDArray[np.uint8]"  # [rows, bytes of a row]
+Bands: TypeAlias = "Iterator[tuple[int, Rows]]"  # (number of the first row, rows); valid until the next one
 _local = threading.local()
 _EXPONENTS = {  # bit masks of the exponent
     "float64": 0x7FF << 52,
@@ -287,7 +290,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def count_non_finite(data: memoryview | bytes | bytearray, dtype: torch.dtype) -> int:
     """Count values that are NaN or infinite, which are those with all exponent bits set."""
-    exponent = _EXPONENTS[dtype_name(dtype)]
+    exponent = _EXPONENTS.get(dtype_name(dtype))
+    if exponent is None:  # part of a quantised weight
+        return 0
     bits = np.frombuffer(data, f"u{dtype.itemsize}")
     # The highest exponent bit is zero for values below 2, so that one fast pass is enough for most weights.
     if not int(np.bitwise_or.reduce(bits)) & 1 << 8 * dtype.itemsize - 2:

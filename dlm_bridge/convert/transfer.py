@@ -79,9 +79,9 @@ def write_megatron(source: Checkpoint, output: Path, settings: MegatronSettings)
     started = time.monotonic()
     plan = plan_megatron(source, output, settings)
     report, specs, iteration = plan.report, plan.specs, plan.iteration
-    if _is_finished(source, output, plan, settings) or settings.dry_run:
+    if is_finished(source, output, plan, settings) or settings.dry_run:
         return report
-    with _unfinished_output(source, output, plan, settings) as (folder, journal):
+    with unfinished_output(source, output, plan, settings) as (folder, journal):
         writer = plan.writer(folder / iteration)
         transfer = MegatronTransfer(source, plan, journal, settings, writer)
         transfer.run()
@@ -116,9 +116,9 @@ def write_hub(source: Checkpoint, output: Path, settings: HubSettings) -> Conver
     started = time.monotonic()
     plan = plan_hub(source, output, settings)
     report = plan.report
-    if _is_finished(source, output, plan, settings) or settings.dry_run:
+    if is_finished(source, output, plan, settings) or settings.dry_run:
         return report
-    with _unfinished_output(source, output, plan, settings) as (folder, journal):
+    with unfinished_output(source, output, plan, settings) as (folder, journal):
         writer = HubWriter(folder, plan.shards)
         transfer = HubTransfer(source, plan, journal, settings, writer)
         transfer.run()
@@ -419,7 +419,7 @@ class HubTransfer(Transfer):
         self._tell(spec_bytes(self.specs[name]))
 
 
-def _is_finished(
+def is_finished(
     source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, settings: ConversionSettings
 ) -> bool:
     """With `resume`, True if an earlier run has written the complete output; adds a note to the report.
@@ -438,7 +438,7 @@ def _is_finished(
 
 
 @contextmanager
-def _unfinished_output(
+def unfinished_output(
     source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, settings: ConversionSettings
 ) -> Iterator[tuple[Path, Journal]]:
     """Context manager: the temporary folder that becomes the output, and its journal, including the progress of an
@@ -469,6 +469,7 @@ def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, settings:
         "tensors": {name: [dtype_name(dtype), *shape] for name, (dtype, shape) in plan.specs.items()},
         # The new rows and the tokenizer of a converted model depend on these.
         **{name: getattr(settings, name) for name in ("seed", "mask_token") if hasattr(settings, name)},
+        **({"quantize": scheme} if (scheme := getattr(settings, "quantize", None)) else {}),
     }
     return fingerprint(source.folders(), source.folder if source.iteration else None, facts)
 

@@ -65,7 +65,8 @@ class LogitsVerdict:
 
 @dataclass
 class Verdict:
-    """Result of a comparison. `logits` is None if logits were not compared."""
+    """Result of a comparison. `logits` is None if logits were not compared. `summary`: the line printed for an equal
+    pair, if it is not the usual one."""
 
     a: str
     b: str
@@ -75,6 +76,7 @@ class Verdict:
     differences: list[Difference] = field(default_factory=list)
     logits: LogitsVerdict | None = None
     notes: list[str] = field(default_factory=list)
+    summary: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to a dict of plain values."""
@@ -108,10 +110,10 @@ def verify_pair(
             problem = Difference(name, "values", _first_difference(here, there))
         return problem
 
-    differences += _compare_tensors(common, here_specs, (left, right), compare, workers, progress)
+    differences += compare_tensors(common, here_specs, (left, right), compare, workers, progress)
     differences += [*_copies(left), *_copies(right)]
     notes = non_finite_note(non_finite)
-    total = _nbytes(common, here_specs)
+    total = total_bytes(common, here_specs)
     return Verdict(left.where, right.where, not differences, len(common), total, differences, notes=notes)
 
 
@@ -153,14 +155,14 @@ def verify_manifest(
         non_finite[name] = now.non_finite
         return _compare_record(name, now, records[name])
 
-    found = _compare_tensors(common, specs, (checkpoint,), compare, workers, progress)
+    found = compare_tensors(common, specs, (checkpoint,), compare, workers, progress)
     differences += found
     differences += [*_compare_files(checkpoint.root, manifest), *_copies(checkpoint)]
     if not found:
         detail = f"its bytes outside the tensors differ from {MANIFEST}"
         differences += [Difference(file, "file", detail) for file in checkpoint.changed_files(manifest)]
     notes = [*non_finite_note(non_finite), *manifest.changed_note()]
-    total = _nbytes(common, specs)
+    total = total_bytes(common, specs)
     return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences, notes=notes)
 
 
@@ -176,7 +178,7 @@ def check_recorded(checkpoint: Checkpoint) -> None:
         changed.extend(name for name in group if record_of(tensors[name]) != records[name])
 
     groups = _groups(specs, checkpoint)
-    run_tasks([(_nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(None))
+    run_tasks([(total_bytes(group, specs), partial(compare, group)) for group in groups], worker_count(None))
     if changed:
         raise ChangedTensorsError(checkpoint.where, changed)
 
@@ -194,7 +196,7 @@ def _verify_files(folder: Path, workers: int | None, progress: Progress | None) 
 def _count_tensors(folder: Path) -> int:
     if (folder / DCP_METADATA).is_file():
         return len(read_metadata(folder).tensors)
-    return sum(len(read_header(file, FP8).entries) for file in folder.glob("*.safetensors"))
+    return sum(len(read_header(file, (FP8,)).entries) for file in folder.glob("*.safetensors"))
 
 
 def _unmapped(checkpoint: Checkpoint) -> list[Difference]:
@@ -206,7 +208,7 @@ def _copies(checkpoint: Checkpoint) -> list[Difference]:
     return [Difference(key, "values", detail) for key, detail in checkpoint.differing_copies()]
 
 
-def _compare_tensors(
+def compare_tensors(
     names: Sequence[str],
     specs: dict[str, TensorSpec],
     sides: Sequence[Checkpoint],
@@ -216,7 +218,7 @@ def _compare_tensors(
 ) -> list[Difference]:
     """Call `compare` with each name and its tensors. Returns the differences and the unreadable tensors, ordered by
     `names`."""
-    total = _nbytes(names, specs)
+    total = total_bytes(names, specs)
     found: dict[str, Difference] = {}
 
     def compare_group(group: Sequence[str]) -> None:
@@ -233,7 +235,9 @@ def _compare_tensors(
                 progress(tensors[0][name].nbytes, total)
 
     groups = _groups(names, *sides)
-    run_tasks([(2 * _nbytes(group, specs), partial(compare_group, group)) for group in groups], worker_count(workers))
+    run_tasks(
+        [(2 * total_bytes(group, specs), partial(compare_group, group)) for group in groups], worker_count(workers)
+    )
     return [found[name] for name in names if name in found]
 
 
@@ -246,7 +250,7 @@ def _groups(names: Iterable[str], *sides: Checkpoint) -> list[list[str]]:
     return list(groups.values())
 
 
-def _nbytes(names: Iterable[str], specs: dict[str, TensorSpec]) -> int:
+def total_bytes(names: Iterable[str], specs: dict[str, TensorSpec]) -> int:
     return sum(prod(specs[name][1]) * specs[name][0].itemsize for name in names)
 
 

@@ -49,7 +49,8 @@ class Layers(graphs.DecoderLayers):
         self._groups = fuse_linear_layers(model)
         self._replacements = fuse_elementwise(model, self._groups)
         self._last = last_layer(model, self._replacements)
-        self.trims = self._last is not None
+        # An adapter at mask tokens knows the masks of whole rows only.
+        self.trims = self._last is not None and not any(hasattr(one, "mask_gate") for one in model.modules())
         if compiled:
             self._replacements = of_last_layer(model, self._replacements) if self.trims else []
 
@@ -203,7 +204,7 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
     kernels = _kernels(model.device.type)
     if kernels is None or model.dtype not in kernels.DTYPES or torch.is_autocast_enabled(model.device.type):
         return []
-    fused_linears = {group.holder: group.outputs[0].product for group in groups}
+    fused_linears = {group.holder: group.outputs[0].product for group in groups if len(group.names) > 1}
     probe = _Probe(model.dtype, kernels)
     found = []
     with torch.no_grad():
@@ -341,7 +342,7 @@ class _Probe:
         layers: list[Any] = [getattr(module, name, None) for name in names]
         if not _are_unmodified(module, *layers, getattr(module, "o_proj", None)):
             return None
-        channels = module.query_key_value.weight.shape[0] if fused_qkv is None else sum(fused_qkv.sizes)
+        channels = module.query_key_value.out_features if fused_qkv is None else sum(fused_qkv.sizes)
         size, shared = module.head_dim, module.num_key_value_groups
         keys = channels // size // (shared + 2)
         heads, sizes = (shared * keys, keys), [shared * keys * size, keys * size, keys * size]

@@ -2,6 +2,9 @@
 
 A GPU runs one wide product faster than several narrow ones. The weights are made contiguous in memory, and the layers'
 parameters become views of that memory: the same parameters with the same values.
+
+Layers with an adapter that acts at mask tokens only (`convert.lora.mask_only`) are fused too: the adapter's own layers
+launch five kernels for each linear layer, a dense matrix of what it adds to the fused product launches two.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -20,9 +23,15 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """Several linear layers of one input as one matrix product, computed at the first access to an output."""
+    """Several linear layers of one input as one matrix product, computed at the first access to an output.
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    Args:
+        layers: the layers, without adapters.
+        delta: what their adapters add.
+    """
+
+    def __init__(self, layers: list[nn.Linear], delta: MaskedDelta | None = None) -> None:
+        self.delta = delta
         self.weight = _contiguous([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _contiguous(biases) if biases else None
@@ -42,7 +51,38 @@ class FusedLinear:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenated outputs of all layers, [..., sum of out]."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        output = nn.functional.linear(x, self.weight, self.bias)
+        return output if self.delta is None else self.delta.add(x, output)
+
+
+class MaskedDelta:
+    """What adapters at mask tokens add to the outputs of linear layers with one input.
+
+    Args:
+        layers: PEFT's LoRA layers, for which `_masked_base` is not None.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers = layers
+        self._gate = layers[0].mask_gate
+        weights = [layer.base_layer.weight for layer in layers]
+        self._matrix = weights[0].new_empty(weights[0].shape[1], sum(map(len, weights)), requires_grad=False)
+        self._versions: list[int] = []
+
+    def refresh(self) -> None:
+        """Compute the matrix, in the same memory, if the adapters have been trained since."""
+        factors = [(layer.scaling[name], layer.lora_B[name].weight, layer.lora_A[name].weight)
+                   for layer in self._layers for name in layer.active_adapters]  # fmt: skip
+        versions = [factor._version for _, b, a in factors for factor in (a, b)]
+        if versions != self._versions:
+            parts = [scale * (b.float() @ a.float()) for scale, b, a in factors]
+            self._matrix.copy_(torch.cat(parts).T)
+            self._versions = versions
+
+    def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """[..., out], the output with what the adapters add. At other tokens it is the same, bit for bit."""
+        masked = x * self._gate.masks[..., None]
+        return torch.addmm(output.flatten(0, -2), masked.flatten(0, -2), self._matrix).view_as(output)
 
 
 class FusedLinearOutput(nn.Module):
@@ -69,8 +109,8 @@ class FusedGroup:
 def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
     """Make the weights of each set of fusable layers contiguous in memory.
 
-    Layers of another class (quantised, adapted, sharded), with hooks, with a shared weight, or with a bias that the
-    others lack are not fused.
+    Layers of another class (quantised, sharded, with an adapter at all tokens), with hooks, with a shared weight, or
+    with a bias that the others lack are not fused. A layer with an adapter at mask tokens may be alone in its set.
     """
     parameters = (one for _, one in model.named_parameters(remove_duplicate=False))
     owners = Counter(_storage(one) for one in parameters if type(one) is nn.Parameter)
@@ -82,13 +122,22 @@ def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
                 layers = [getattr(holder, name, None) for name in names]
                 linears = [layer for layer in layers if _is_plain(layer)]
                 if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
-                    product = FusedLinear(linears)
-                    groups.append(
-                        FusedGroup(holder, names, tuple(FusedLinearOutput(product, at) for at in range(len(names))))
-                    )
+                    groups.append(_group(holder, names, FusedLinear(linears)))
+            masked = {
+                name: base for name, layer in holder.named_children() if (base := _masked_base(layer)) is not None
+            }
+            for names in (*FUSED_LAYERS, *((name,) for name in masked if name not in sum(FUSED_LAYERS, ()))):
+                linears = [masked[name] for name in names if name in masked]
+                if len(linears) == len(names) and _compatible(linears) and _unshared(linears, owners):
+                    delta = MaskedDelta([getattr(holder, name) for name in names])
+                    groups.append(_group(holder, names, FusedLinear(linears, delta)))
     if groups and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old weights' memory is fragmented
     return groups
+
+
+def _group(holder: nn.Module, names: tuple[str, ...], product: FusedLinear) -> FusedGroup:
+    return FusedGroup(holder, names, tuple(FusedLinearOutput(product, at) for at in range(len(names))))
 
 
 def separate_weights(groups: Iterable[FusedGroup]) -> None:
@@ -103,6 +152,9 @@ def separate_weights(groups: Iterable[FusedGroup]) -> None:
 @contextmanager
 def fused_layers_installed(groups: Iterable[FusedGroup]) -> Iterator[None]:
     """Replace the layers by the outputs of fused products, and restore them afterwards."""
+    for delta in (group.outputs[0].product.delta for group in groups):
+        if delta is not None:
+            delta.refresh()
     # Bypasses nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
     before = [
         (group.holder._modules, name, part)
@@ -124,6 +176,18 @@ def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or not is_unmodified(layer):
         return False
     return not (layer.weight.is_meta or layer.weight.is_inference())
+
+
+def _masked_base(layer: Any) -> nn.Linear | None:
+    """The linear layer under one adapter that acts at mask tokens only; None for other layers."""
+    if getattr(layer, "mask_gate", None) is None or layer.disable_adapters or layer.merged:
+        return None
+    names = layer.active_adapters
+    if len(names) != 1 or names[0] not in layer.lora_A or layer.lora_bias[names[0]]:
+        return None
+    plain = isinstance(layer.lora_dropout[names[0]], nn.Identity) and not layer.use_dora[names[0]]
+    base: nn.Linear = layer.base_layer
+    return base if plain and _is_plain(base) else None
 
 
 def is_unmodified(module: nn.Module) -> bool:

@@ -27,16 +27,19 @@ from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import opening
 from dlm_bridge.generation.settings import refuse_prompt_learning
-from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, quantization_method, resolve
 from dlm_bridge.job import start_process_group
 from dlm_bridge.loading.placement import Placement, join_replicas
 from dlm_bridge.loading.pretrained import load_hub_model, load_tokenizer
 from dlm_bridge.mapping.dtypes import parse_dtype
 from dlm_bridge.models.special_tokens import align_special_tokens
+from dlm_bridge.registration import load
+from dlm_bridge.settings import QUANTIZE, check_choice
 from dlm_bridge.terminal import loading
 
 __all__ = ["LoadedModel", "Placement", "join_replicas", "load_model"]
 logger = logging.getLogger(__name__)
+QUANTIZED = ("compressed-tensors", "fp8")  # values of `quant_method` that dlm_bridge.exports loads
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def load_model(
     revision: str | None = None,
     like: str | None = None,
     tokenizer: str | None = None,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """Load a diffusion or autoregressive model for sampling.
 
@@ -76,6 +80,7 @@ def load_model(
         revision: branch, tag or commit of a Hub id.
         like: Hub model of a Megatron checkpoint, or base of an adapter, that was not written by dlm-bridge.
         tokenizer: folder or id of another tokenizer.
+        quantize: quantise the linear layers as they are read: "fp8", "int8" or "int4".
 
     Raises:
         CheckpointError: `place` has no model that can be sampled from, or no tokenizer.
@@ -83,8 +88,11 @@ def load_model(
         LayoutError: the model or the number of processes does not fit `placement`.
         MissingExtraError: the machine does not have the devices of `placement`.
     """
+    if quantize is not None:
+        check_choice("quantize", quantize, QUANTIZE)
+        load("features", "quantized weights")  # refused before anything is read
     with loading(os.fspath(place)):
-        return _load(place, placement, dtype, family, revision, like, tokenizer)
+        return _load(place, placement, dtype, family, revision, like, tokenizer, quantize)
 
 
 def _load(
@@ -95,6 +103,7 @@ def _load(
     revision: str | None,
     like: str | None,
     tokenizer: str | None,
+    quantize: str | None,
 ) -> LoadedModel:
     where = (placement or Placement()).arguments()
     wanted = parse_dtype(dtype)
@@ -104,14 +113,15 @@ def _load(
         base = (like or named_base(path)) if (path / ADAPTER_MANIFEST).is_file() else None
         with _exported(path, like, family, base) as folder:
             if base is not None:
-                return _load_adapter(folder, str(path), base, placement, dtype, family, tokenizer)
-            return _load_folder(folder, where, wanted, family, str(path), tokenizer)
+                return _load_adapter(folder, str(path), base, placement, dtype, family, tokenizer, quantize)
+            return _load_folder(folder, where, wanted, family, str(path), tokenizer, quantize)
     if like is not None:
         raise SettingError("like", f"{like} is for Megatron checkpoints, and {path} is not one")
     folder = resolve(path, revision)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
-        return _load_adapter(folder, str(folder), named_base(folder), placement, dtype, family, tokenizer)
-    return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
+        base = named_base(folder)
+        return _load_adapter(folder, str(folder), base, placement, dtype, family, tokenizer, quantize)
+    return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer, quantize)
 
 
 def _load_folder(
@@ -121,9 +131,14 @@ def _load_folder(
     family: str | None,
     name: str,
     tokenizer: str | None,
+    quantize: str | None,
 ) -> LoadedModel:
     loaded = load_tokenizer(tokenizer) if tokenizer else load_tokenizer(folder, name, ": set `tokenizer`")
-    model, spec = load_hub_model(folder, name, family, dtype, **where)
+    if quantize is not None or quantization_method(folder) in QUANTIZED:
+        load_quantized = load("features", "quantized weights")
+        model, spec = load_quantized(folder, name, family, dtype, quantize, **where)
+    else:
+        model, spec = load_hub_model(folder, name, family, dtype, **where)
     if "distributed_config" in where:
         from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 
@@ -158,10 +173,13 @@ def _load_adapter(
     dtype: str | torch.dtype | None,
     family: str | None,
     tokenizer: str | None,
+    quantize: str | None,
 ) -> LoadedModel:
     """Load a PEFT adapter on its base model. `name`: the adapter's name in errors."""
     from peft import PeftConfig, PeftModel
 
+    if quantize is not None:
+        raise SettingError("quantize", f"does not support adapters: merge {name} first (dlm-bridge adapter export)")
     if placement is not None and placement.tensor_parallel:
         reason = f"does not support adapters: merge {name} first (dlm-bridge adapter export)"
         raise LayoutError(placement.tp_setting, reason)

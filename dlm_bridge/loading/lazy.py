@@ -80,6 +80,10 @@ class LazyWeights:
         """Exclude the model's tensor `name`, whose values differ from the stored ones."""
         self._ranges.pop(name, None)
 
+    def parts(self, name: str) -> tuple[HubRange, ...]:
+        """Hub tensors of the model's tensor `name`, in the order of its elements."""
+        return self._ranges[_plain(name)]
+
     def stored_dtype(self, name: str) -> torch.dtype:
         """Stored dtype of the model's tensor `name`; that of the first Hub tensor, if it has several."""
         return self._specs[self._ranges[_plain(name)][0].name][0]

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 # Dtypes of weights by safetensors' name: torch's name and bytes per value, in the order in which safetensors sorts
 # tensors inside a file (widest first).
 STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
-QUANTISED_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1), "U8": ("uint8", 1)}  # of the parts of quantised weights
+QUANTISED_DTYPES = {  # of the parts of quantised weights
+    "I64": ("int64", 8), "I32": ("int32", 4), "F8_E4M3": ("float8_e4m3fn", 1), "I8": ("int8", 1), "U8": ("uint8", 1)
+}  # fmt: skip
 CAST_DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,6 +46,12 @@ def torch_dtype(stored: str) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, (STORED_DTYPES | QUANTISED_DTYPES)[stored][0])
     return dtype
+
+
+def header_name(dtype: torch.dtype) -> str:
+    """Name of a dtype in a safetensors header. Inverse of `torch_dtype`."""
+    name = dtype_name(dtype)
+    return next(stored for stored, (known, _) in (STORED_DTYPES | QUANTISED_DTYPES).items() if known == name)
 
 
 def check_dtype(choice: str | torch.dtype | None) -> None:
@@ -72,7 +80,7 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """View of the tensor's elements as integers of the same width, for bitwise comparison."""
     import torch
 
-    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.itemsize]
     return tensor.contiguous().view(whole)
 
 

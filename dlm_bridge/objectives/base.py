@@ -5,17 +5,22 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
-
-import torch
-import torch.nn.functional as F  # noqa: N812
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor
 from dlm_bridge.errors import SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
 from dlm_bridge.objectives.losses import Certainty, balanced_weights, position_losses
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.settings import check_choice
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+else:
+    torch = LazyModule("torch", globals())
+    F = LazyModule("torch.nn.functional", globals(), "F")
 
 Weighting = Literal["level", "fraction", "uniform", "linear", "cart", "bound", "clipped", "dynamic"]
 Normalisation = Literal["tokens", "sequences", "predicted"]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.attention.masks import MaskDescriptor, document_ids, position_ids_from_padding
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.losses import Certainty, NoisePositions
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 GOLDEN_RATIO = 0.6180339887498949  # its fractional part
 

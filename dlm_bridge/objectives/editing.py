@@ -16,15 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.base import total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, preceded
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.two_streams import BlockDiffusion
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 # Odd multipliers of Knuth's hash, which derive independent numbers from the 24 bits of one.
 TOKEN, OPERATION, KIND = 2654435761, 2246822519, 3266489917

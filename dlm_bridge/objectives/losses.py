@@ -13,10 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+from dlm_bridge.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+else:
+    torch = LazyModule("torch", globals())
+    F = LazyModule("torch.nn.functional", globals(), "F")
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def balanced_weights(
     terms_M: torch.Tensor,
     rows_M: torch.Tensor,
     rows: int,
-    group: dist.ProcessGroup | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """[M] weights of an objective with two sums after automatic balancing: the weights of the second sum are scaled so
     that it equals the first in each row, without a gradient of the factor. A second sum of zero is not scaled.
@@ -66,7 +72,7 @@ def balanced_weights(
     weighted_RM = torch.where(row_RM, losses_M.detach() * weights_M, 0.0)
     sums_2R = torch.stack([(weighted_RM * (terms_M == term)).sum(dim=1) for term in (0, 1)])
     if group is not None and group.size() > 1:
-        dist.all_reduce(sums_2R, group=group)
+        torch.distributed.all_reduce(sums_2R, group=group)
     scale_R = torch.where(sums_2R[1] > 0, sums_2R[0] / sums_2R[1], 1.0)
     return torch.where(terms_M == 1, weights_M * scale_R[rows_M], weights_M)
 

@@ -15,10 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from dlm_bridge.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+else:
+    np = LazyModule("numpy", globals(), "np")
+    torch = LazyModule("torch", globals())
 
 
 class Purpose(IntEnum):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 START, END, DELETIONS, SCHEDULE = range(4)  # columns of `Uniforms.span`
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-import torch.nn.functional as F  # noqa: N812
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.base import NoiseName, Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.losses import NoisePositions
 from dlm_bridge.objectives.noise import NoiseProcess, Uniforms, random_tokens
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+else:
+    torch = LazyModule("torch", globals())
+    F = LazyModule("torch.nn.functional", globals(), "F")
 
 
 @dataclass(frozen=True)

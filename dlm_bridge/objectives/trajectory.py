@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dlm_bridge.errors import InputFileError, SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.two_streams import BlockDiffusion, TwoStreamObjective
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 NOT_RECORDED = -1  # commit step of a token outside a trajectory: prompt, padding
 

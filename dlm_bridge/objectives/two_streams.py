@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor, StreamPattern
 from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.lazy_import import LazyModule
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
 
 # Columns of `Uniforms.block` for `CanvasDiffusion`: selection of the canvas, and its self-conditioning.
 SELECTED, CONDITIONED = 0, 1

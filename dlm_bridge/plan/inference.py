@@ -15,7 +15,9 @@ from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.plan.run import OVERHEADS, check_layout
 from dlm_bridge.settings import check_minimum
 
-USED_FRACTION = 0.8  # of free memory, as in generation/batch_size.py
+# As in generation/batch_size.py, which imports PyTorch.
+USED_FRACTION = 0.8  # of free memory
+MOST_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class InferencePlan:
     def rows(self) -> int:
         """Rows that each copy of the model samples at once: what `batch_size=auto` chooses of as much free memory."""
         free = self.gpu_memory - self.weights - self.overhead
-        return max(int(self.fits), int(free * USED_FRACTION) // self.row)
+        return min(max(int(self.fits), int(free * USED_FRACTION) // self.row), MOST_ROWS)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""

@@ -19,7 +19,7 @@ ENDPOINTS = (
     ("POST /v1/chat/completions", "OpenAI's chat completions: messages, formatted with the chat template"),
     ("POST /v1/completions", "OpenAI's completions: prompt, a text, token ids, or a list of either"),
     ("POST /v1/responses", "OpenAI's responses: input (a text or messages), instructions, max_output_tokens"),
-    ("POST /v1/infill", "fill in masks: prompt with [MASK] or [MASK:n], or prefix, suffix and max_tokens"),
+    ("POST /v1/infill", "fill in masks: prompt with [MASK] or [MASK:n], or prefix, suffix and max_tokens; can stream"),
     ("POST /v1/commits", "a completion or chat as a stream of all tokens in the order of the denoising"),
     ("GET /v1/models", "the model's name; requests may use any name"),
     ("GET /health", "for load balancers"),

@@ -237,8 +237,6 @@ class _Infill(Body):
     def prompts(self) -> dict[str, Any]:
         """Arguments of `TextRequest`. Raises RequestError for fields that do not say what to fill in."""
         length = self.max_tokens or self.max_completion_tokens
-        if self.stream:
-            raise RequestError("stream is not supported: the whole text is the answer", param="stream")
         if self.stop:
             raise RequestError("stop is not supported: the length of the masks is given", param="stop")
         if self.prompt is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -59,6 +59,11 @@ class _Response(Body):
     )
     instructions: str | None = Field(None, description="a text")
     max_output_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None,
+        max_length=16,
+        description="an object of at most 16 texts of at most 512 characters, with names of at most 64",
+    )
 
     @model_validator(mode="after")
     def _rename_length(self) -> Self:
@@ -75,16 +80,26 @@ class _Response(Body):
         return {"messages": messages, "field": "input"}
 
 
-def parse_response(raw: bytes) -> TextRequest:
+@dataclass(frozen=True)
+class ResponseRequest(TextRequest):
+    """A validated request, with what its answer repeats."""
+
+    instructions: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def parse_response(raw: bytes) -> ResponseRequest:
     """Validate the body of a request. Raises RequestError as `parse_request`."""
-    fields = read_fields(raw)
-    return text_request(_Response, fields, chat=True, unsupported=UNSUPPORTED_HERE)
+    given = read_fields(raw)
+    found = text_request(_Response, given, chat=True, unsupported=UNSUPPORTED_HERE)
+    return ResponseRequest(**vars(found), instructions=given.get("instructions"), metadata=given.get("metadata") or {})
 
 
 @dataclass(frozen=True)
 class ResponseBodies(AnswerBodies):
     """Body of a response, and the events of its stream."""
 
+    request: ResponseRequest
     sent: list[str] = field(default_factory=list)  # types of the events so far
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -149,7 +164,7 @@ class ResponseBodies(AnswerBodies):
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": None,
+            "instructions": self.request.instructions,
             "max_output_tokens": settings.get("gen_length"),
             "model": self.model,
             "output": [] if choice is None else [self._message(choice)],
@@ -164,7 +179,7 @@ class ResponseBodies(AnswerBodies):
             "top_p": settings.get("top_p"),
             "truncation": "disabled",
             "usage": usage,
-            "metadata": {},
+            "metadata": self.request.metadata,
         }
 
 

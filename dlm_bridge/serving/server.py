@@ -203,7 +203,8 @@ class _Routes:
         return await self._answer(request, parse_response, ResponseBodies)
 
     async def infill(self, request: Request) -> Response:
-        """A text whose masks are filled in."""
+        """A text whose masks are filled in, whole or as a stream of every commit: the text is not final from left to
+        right."""
         return await self._answer(request, parse_infill, InfillBodies)
 
     async def _answer(
@@ -211,7 +212,8 @@ class _Routes:
     ) -> Response:
         call = await self._start(request, parse, bodies)
         if call.request.stream:
-            return _EventStream(call, self._text_chunks(call))
+            events = self._commit_events(call) if call.request.infill else self._text_chunks(call)
+            return _EventStream(call, events)
         await call.whole(request)
         return JSONResponse(call.answer.whole(call.choices))
 
@@ -327,13 +329,17 @@ class _Routes:
 
     async def _commit_events(self, call: Call) -> AsyncIterator[Any]:
         strings = TokenStrings(self._served.loaded.tokenizer)
-        lengths = [job.settings["gen_length"] for job in call.jobs]
+        infill = call.request.infill
+        start: dict[str, Any] = {"lengths": [job.settings["gen_length"] for job in call.jobs]}
+        if infill:  # positions are counted from the first token of the given text
+            start = {"lengths": [len(job.prompt) for job in call.jobs]}
+            start["texts"] = [strings.of(job.prompt) for job in call.jobs]
         yield {
             "type": "start",
             "id": call.answer.id,
             "model": self._served.name,
             "prompt_tokens": call.answer.prompt_tokens,
-            "lengths": lengths,
+            **start,
         }
         async for index, event in call.events():
             _, reason = call.add(index, event)
@@ -352,9 +358,10 @@ class _Routes:
                 yield {
                     "type": "end",
                     "index": index,
-                    "finish_reason": reason,
+                    "finish_reason": "stop" if infill else reason,
                     "tokens": choice.tokens,
                     "text": choice.text,
+                    **({"infills": choice.infills} if infill else {}),
                 }
         yield {"type": "usage", **call.answer.usage(call.choices)}
         yield "[DONE]"

@@ -380,7 +380,7 @@ def _incomplete(folder: Path) -> str | None:
         return "is incomplete: it has no weights"
     for file in weights:
         if file.suffix == ".safetensors":
-            read_header(file, FP8)
+            read_header(file, (FP8,))
     if (folder / SAFETENSORS_INDEX).is_file():
         named = {str(name) for name in dict(read_json(folder / SAFETENSORS_INDEX).get("weight_map", {})).values()}
         if missing := [name for name in named if not (folder / name).is_file()]:

@@ -11,6 +11,7 @@ import pytest
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.settings import (
+    ExportSettings,
     HubSettings,
     HubSourceSettings,
     MegatronSettings,
@@ -28,7 +29,7 @@ from tests.refusals import refused
         (Bridge.from_hf, HubSourceSettings, {"path_or_id"}),
         (Bridge.from_megatron, MegatronSourceSettings, {"root"}),
         (Bridge.to_megatron, MegatronSettings, {"self", "output"}),
-        (Bridge.to_hf, HubSettings, {"self", "output"}),
+        (Bridge.to_hf, ExportSettings, {"self", "output"}),
     ],
 )
 def test_keywords_are_the_declared_settings(method: Any, settings: type, own: set[str]) -> None:

@@ -389,9 +389,11 @@ def rnd1(
     return row
 
 
-def idlm(model: Any, row: list[int], gen: int, mask: int, *, count: int) -> tuple[list[int], int]:
+def idlm(
+    model: Any, row: list[int], gen: int, mask: int, *, count: int, tails: bool = False
+) -> tuple[list[int], int]:
     """The row, of whose new tokens each forward drafts `count` and checks those of the one before, and the number of
-    forwards."""
+    forwards. With `tails`, one forward also has the drafts behind each prefix of the draft, here by another one."""
 
     def best(tokens: list[int]) -> list[int]:
         order = torch.arange(len(tokens))
@@ -405,8 +407,9 @@ def idlm(model: Any, row: list[int], gen: int, mask: int, *, count: int) -> tupl
         said = best(row + draft + [mask] * count)[len(row) - 1 :]
         forwards += 1
         right = next((place for place, token in enumerate(draft) if said[place] != token), len(draft))
+        after = best(row + draft[:right] + [mask] * count)[-count:]
         row = [*row, *draft[:right], said[right]]
-        draft = said[right + 1 : right + 1 + count] if right == len(draft) else []
+        draft = after if tails or right == len(draft) else []
     return row[: prompt + gen], forwards
 
 

@@ -223,6 +223,7 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
         ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
         ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block"}),
+        ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block", "mask_tails": True}),
         pytest.param(
             *("nemotron_labs_diffusion", {"algorithm": "linear_spec", "block_length": 5, "cache": "block"}),
             marks=pytest.mark.extension("extra_samplers"),

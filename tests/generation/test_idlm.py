@@ -32,16 +32,18 @@ def build(seed: int, likely: int = 4) -> StandIn:
     return model
 
 
+@pytest.mark.parametrize("tails", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int) -> None:
+def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int, tails: bool) -> None:
     saved = 0
     for seed in range(3):
         model = build(seed)
         rows, ids, mask = ragged((5, 9, 1, 8))
         arguments = {"gen_length": GEN, "gen_block_size": size, "temperature": 0.0, "eos_token_id": None}
+        arguments |= {"mask_tails": tails}
         together = generate(model, ids, attention_mask=mask, **arguments)
         for row, line in zip(rows, together.tolist(), strict=True):
-            expected, forwards = published.idlm(model, row, GEN, MASK, count=size - 1)
+            expected, forwards = published.idlm(model, row, GEN, MASK, count=size - 1, tails=tails)
             assert line[9 - len(row) :] == expected
             alone = generate(model, torch.tensor([row]), return_dict_in_generate=True, **arguments)
             assert alone.forwards == forwards
@@ -56,7 +58,14 @@ def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int) -> None
     assert saved > 0
 
 
-@pytest.mark.parametrize("filters", [{"top_k": None, "top_p": None}, {"top_k": 2, "top_p": None}])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": None, "top_p": None},
+        {"top_k": 2, "top_p": None},
+        {"top_k": None, "top_p": None, "mask_tails": True},
+    ],
+)
 def test_what_is_drawn_has_the_causal_models_distribution(filters: dict[str, Any]) -> None:
     """The frequencies of all texts of three tokens, against their exact probabilities."""
     model, prompt, copies = build(1), [7, 11], 6000
@@ -73,6 +82,17 @@ def test_what_is_drawn_has_the_causal_models_distribution(filters: dict[str, Any
             expected *= float(published.shaped(logits / 2.5, top_k=filters["top_k"])[token])
         error = (expected * (1 - expected) / copies) ** 0.5
         assert abs(counts[text] / copies - expected) <= 4 * error
+
+
+def test_a_tail_is_a_draft_after_every_rejection() -> None:
+    """Fewer forwards for the same greedy text: a rejection is followed by a draft."""
+    settings = {"gen_length": 40, "temperature": 0.0, "eos_token_id": None, "return_dict_in_generate": True}
+    strided, tails = (
+        generate(build(2), torch.tensor([[3, 5], [9, 4]]), gen_block_size=4, mask_tails=tails, **settings)
+        for tails in (False, True)
+    )
+    assert torch.equal(strided.sequences, tails.sequences)
+    assert tails.forwards < strided.forwards
 
 
 def test_an_easier_check_accepts_more() -> None:
@@ -94,12 +114,14 @@ def test_the_cache_changes_no_token(tmp_path: Any) -> None:
     model = CASE.load(CASE.write(tmp_path), dtype=torch.float64)
     _, ids, mask = ragged((5, 9, 1))
     settings = {"gen_length": 20, "mask_token_id": 99, "eos_token_id": None, "seed": 2, "pad_token_id": 0}
-    for temperature in (0.0, 0.7):
+    for temperature, tails in ((0.0, False), (0.7, False), (0.0, True), (0.7, True)):
+        settings |= {"temperature": temperature, "gen_block_size": 4, "mask_tails": tails}
         found = [
-            model.generate(ids, attention_mask=mask, cache=cache, temperature=temperature, **settings)
+            model.generate(ids, attention_mask=mask, cache=cache, return_dict_in_generate=True, **settings)
             for cache in ("none", "block")
         ]
-        assert torch.equal(*found)
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        assert found[0].forwards == found[1].forwards
 
 
 def test_the_loss_is_that_of_both_streams(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -217,6 +218,16 @@ def test_the_script_takes_every_family_that_has_code_of_its_own(
     assert reproduce.main([*chosen]) == 1
     assert json.loads((tmp_path / "report.json").read_text())["verified"]["coda"]["agrees"]
     assert reproduce.main(["--only", "no-such-row", "--output", str(tmp_path)]) == 2
+
+
+def test_the_script_hashes_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    hashed: list[str] = []
+    compute = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or compute(file, kind))
+    first, second = reproduce.digest(str(tmp_path)), reproduce.digest(str(tmp_path))
+    assert first == second == {"model.safetensors": hashlib.sha256(b"weights").hexdigest()}
+    assert hashed == [str(tmp_path / "model.safetensors")]
 
 
 @pytest.mark.slow

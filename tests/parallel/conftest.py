@@ -27,6 +27,7 @@ from tests.train.conftest import (
     tokenizer,
     values,
 )
+from tests.train.wandb_standin import wandb
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from tests.train.test_sft import chat, chats
 from tests.train.test_sft import options as answers
 from tests.train.test_text_samples import options as sampling
 from tests.train.test_unshared_output import STEPS, check_unshared_save
+from tests.train.wandb_standin import logged
 
 pytest.importorskip("megatron.core")
 
@@ -64,30 +64,13 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(tmp_path: Path, on_megat
     check_jump(on_megatron, tmp_path)
 
 
-WANDB = """
-config = {}
-
-class Run:
-    def log(self, values, step=None, **_): open(FILE, "a").write(f"{step} {values['loss']}\\n")
-    def finish(self): pass
-
-def init(project, name, dir, config): return Run()
-def login(): pass
-"""
-
-
-def test_wandb_has_every_step_through_accelerates_tracker(
-    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_has_every_step_through_accelerates_tracker(tmp_path: Path, on_megatron: Run, wandb: Any) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-    (tmp_path / "wandb.py").write_text(f"FILE = {str(tmp_path / 'logged')!r}\n{WANDB}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
-    assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
-    monkeypatch.delitem(sys.modules, "wandb")
+    _, steps = logged(wandb)
+    assert [(row["step"], row["loss"]) for row in steps] == [(row["step"], row["loss"]) for row in rows]
 
 
 def test_the_megatron_engine_hands_its_weights_to_the_hub_side(

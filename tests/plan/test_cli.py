@@ -17,7 +17,7 @@ from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.loading.pretrained import load_hub_model
 from dlm_bridge.plan.command import PlanSettings
 from dlm_bridge.plan.hardware import GPUS
-from dlm_bridge.plan.inference import USED_FRACTION
+from dlm_bridge.plan.inference import MOST_ROWS, USED_FRACTION
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 from tests.families import sdar
@@ -231,7 +231,7 @@ def test_a_gpu_is_its_data_sheet_which_single_rates_override() -> None:
 
 def test_sampling_as_the_engine_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row's bytes are those of `batch_size=auto`, for a sampler with and without a KV cache."""
-    assert USED_FRACTION == batch_size.USED_FRACTION
+    assert (USED_FRACTION, MOST_ROWS) == (batch_size.USED_FRACTION, batch_size.MOST_ROWS)
     sdar_folder = sdar.CASES[0].write(tmp_path / "sdar", mask_token_id=127, eos_token_id=1, pad_token_id=1)
     for folder, name in ((write_llada(tmp_path / "llada"), "llada"), (sdar_folder, "sdar")):
         model, _ = load_hub_model(folder, name, dtype=torch.bfloat16)
@@ -243,6 +243,7 @@ def test_sampling_as_the_engine_counts_it(tmp_path: Path, capsys: pytest.Capture
         assert (found["activations"], found["logits"]) == (wanted.activations, wanted.logits)
         assert (found["kv_cache"] > 0) == (wanted.cache > 0)
         assert found["weights"] == sum(weight.nbytes for weight in model.parameters())
+        assert found["rows"] == MOST_ROWS  # of tiny models more would fit
 
 
 def test_the_smallest_tensor_parallel_size_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

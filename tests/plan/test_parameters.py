@@ -54,7 +54,10 @@ def test_the_table_of_published_models_agrees_with_the_recipes_configs(name: str
 STATED = {
     "LLaDA2.0-flash": (102.9, 6.15), "LLaDA-MoE-7B-A1B-Base": (7.36, 1.72), "LLaDA2.0-mini": (16.26, 1.43),
     "iLLaDA-8B-Base": (7.62, 7.62), "Dream-v0-Base-7B": (7.62, 7.62), "RND1-Base-0910": (30.5, 3.35),
-    "Fast_dLLM_v2_1.5B": (1.54, 1.54), "Llama-3.1-70B": (70.55, 70.55), "DeepSeek-V3": (671.03, 37.5),
+    "Fast_dLLM_v2_1.5B": (1.54, 1.54), "I-DLM-32B": (32.76, 32.76),
+    "WeDLM-8B-Instruct": (8.19, 8.19),
+    "Qwen3-0.6B-diffusion-mdlm-v0.1": (0.596, 0.596), "Stable-DiffCoder-8B-Base": (8.25, 8.25),
+    "Llama-3.1-70B": (70.55, 70.55), "DeepSeek-V3": (671.03, 37.5),
 }  # fmt: skip
 
 

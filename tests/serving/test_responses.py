@@ -20,6 +20,7 @@ from dlm_bridge.loading import LoadedModel, load_model
 from dlm_bridge.serving.protocol import RequestError, parse_infill
 from dlm_bridge.serving.responses import parse_response
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
+from tests.serving.test_answers import events
 
 ITEMS = [
     {"role": "user", "content": "hi"},
@@ -74,6 +75,17 @@ def test_events_of_a_stream_make_the_response(server: Running) -> None:
             pass
 
 
+def test_a_response_repeats_instructions_and_metadata(server: Running) -> None:
+    asked: dict[str, Any] = {"model": "any", "input": "hi", "max_output_tokens": 4}
+    plain = server.client().responses.create(**asked)
+    assert (plain.instructions, plain.metadata) == (None, {})
+    more = {"instructions": "be brief", "metadata": {"topic": "demo"}}
+    answer = server.client().responses.create(**asked, **more)
+    assert (answer.instructions, answer.metadata) == ("be brief", {"topic": "demo"})
+    created, *_ = server.client().responses.create(**asked, **more, stream=True)
+    assert (created.response.instructions, created.response.metadata) == ("be brief", {"topic": "demo"})
+
+
 def test_a_stop_string_completes_a_response(server: Running) -> None:
     text = server.alone("user: hi\nassistant: ", gen_length=16)
     stop = next(character for character in text[2:] if character.isprintable() and character != "\ufffd")
@@ -103,6 +115,8 @@ def test_a_stop_string_completes_a_response(server: Running) -> None:
         ({"max_tokens": 4}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"n": 2}, "n"),
+        ({"metadata": {"topic": 1}}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ],
 )
 def test_what_responses_do_not_support_is_named(given: dict[str, Any], param: str) -> None:
@@ -143,6 +157,28 @@ def test_masks_are_filled_in_as_by_generate(server: Running, settings: dict[str,
         assert choice["text"] == f"a [MASK] {choice['infills'][0]} b"
 
 
+def test_commits_of_masks_add_up_to_the_text(server: Running) -> None:
+    body = {"prompt": "the [MASK:6] sat on [MASK:2].", "n": 2, "temperature": 1.0, "seed": 3, "block_length": 4}
+    whole = infill(server, **body).json()
+    start, *middle, usage = events(server, {**body, "stream": True}, "infill")
+    ends = sorted((event for event in middle if event["type"] == "end"), key=lambda event: event["index"])
+    filled: list[list[tuple[int, int]]] = [[], []]  # (position, token), in the order of the commits
+    for event in middle:
+        if event["type"] == "commit":
+            filled[event["index"]] += zip(event["positions"], event["tokens"], strict=True)
+    for end, texts, length, commits, choice in zip(
+        ends, start["texts"], start["lengths"], filled, whole["choices"], strict=True
+    ):
+        masks = [place for place, text in enumerate(texts) if text is None]
+        places = [place for place, _ in commits]
+        assert (len(masks), len(texts), len(end["tokens"])) == (8, length, length)
+        assert sorted(places) == masks != places
+        assert [end["tokens"][place] for place in places] == [token for _, token in commits]
+        assert (end["text"], end["infills"]) == (choice["text"], choice["infills"])
+        assert end["finish_reason"] == choice["finish_reason"]
+    assert {"type": "usage", **whole["usage"]} == usage
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -151,7 +187,6 @@ def test_masks_are_filled_in_as_by_generate(server: Running, settings: dict[str,
         ({"prompt": "a [MASK]", "suffix": "b"}, "suffix"),
         ({"prompt": "a [MASK]", "max_tokens": 3}, "max_tokens"),
         ({"prompt": ["a [MASK]"]}, "prompt"),
-        ({"prompt": "a [MASK]", "stream": True}, "stream"),
         ({"prompt": "a [MASK]", "stop": ["b"]}, "stop"),
         ({"prompt": "a [MASK]", "span_lengths": [1, 2]}, "span_lengths"),
         ({"prompt": "a [MASK]", "tools": [1]}, "tools"),

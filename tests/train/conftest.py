@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.train.config import TrainConfig
 from tests.checkpoints import llada_config
+from tests.train.wandb_standin import wandb  # noqa: F401  a fixture
 
 VOCAB = 288
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))

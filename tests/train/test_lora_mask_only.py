@@ -87,7 +87,36 @@ def test_the_text_is_the_bases_own(trained: Path, base: Path) -> None:
     settings = {"gen_length": 16, "temperature": 0.0, "eos_token_id": None, "pad_token_id": 0}
     wanted = plain.generate(ids, attention_mask=real, **settings)
     for cache in ("none", "block"):
-        assert torch.equal(model.generate(ids, attention_mask=real, cache=cache, **settings), wanted)
+        for drafts in ({}, {"gen_block_size": 3, "mask_tails": True}):
+            found = model.generate(ids, attention_mask=real, cache=cache, **drafts, **settings)
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.extension("kernels")
+def test_fused_layers_add_the_adapter_at_masks(trained: Path, base: Path) -> None:
+    """As PEFT's layers do, also after more training; other tokens have the base's logits, bit for bit."""
+    from dlm_bridge.kernels.linear import fuse_linear_layers, fused_layers_installed, separate_weights
+
+    model: Any = load_model(trained, dtype="fp32").model
+    alone = load_model(base, dtype="fp32").model
+    ids = torch.randint(0, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[:, 5:] = MASK
+    layers = model.config.num_hidden_layers
+    with torch.no_grad():
+        groups = fuse_linear_layers(model)
+        assert sorted(len(group.names) for group in groups) == [1] * 2 * layers + [2] * layers + [3] * layers
+        for _ in range(2):
+            expected = model(input_ids=ids).logits
+            with fused_layers_installed(groups):
+                found = model(input_ids=ids).logits
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+            with fused_layers_installed(fuse_linear_layers(alone)):
+                assert torch.equal(found[:, :5], alone(input_ids=ids).logits[:, :5])
+            for name, weight in model.named_parameters():
+                if ".lora_B." in name:
+                    weight.mul_(1.5)
+        separate_weights(groups)
+        assert not torch.allclose(model(input_ids=ids).logits[:, 5:], expected[:, 5:])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
 from tests.refusals import hide, refused
 from tests.train.conftest import Run
+from tests.train.wandb_standin import logged
 
 
 def test_tensorboard_has_every_figure_of_every_step(tmp_path: Path, run: Run) -> None:
@@ -38,74 +38,45 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path: Path, run: Run) ->
         assert wanted, name
 
 
-WANDB = """
-import json
-
-def login():
-    if KEY is None:
-        raise ValueError("no API key")
-
-class Run:
-    def log(self, values, step, **_):
-        if step == FAILS:
-            raise ConnectionError("gone")
-        open(FILE, "a").write(f"{step} ")
-    def finish(self): pass
-
-def init(project, name, dir, config):
-    open(FILE, "a").write(f"{project} {name} {config['steps']} ")
-    return Run()
-"""
-
-
-@pytest.fixture
-def wandb_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A stand-in for wandb, with a key: its KEY, FAILS (a step) and FILE can be set."""
-    for variable in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
-        monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "wandb.py").write_text(f"KEY, FAILS, FILE = 'k', None, {str(tmp_path / 'logged')!r}\n{WANDB}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    yield importlib.import_module("wandb")
-    monkeypatch.delitem(sys.modules, "wandb")
-
-
 @pytest.mark.parametrize(
-    ("options", "variables", "logged"),
+    ("options", "variables", "project", "name"),
     [
-        ({}, {}, "dlm-bridge run 2 1 2"),
-        ({}, {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, "mine first 2 1 2"),
-        ({"tracker_project": "ours", "run_name": "second"}, {"WANDB_PROJECT": "mine"}, "ours second 2 1 2"),
+        ({}, {}, "dlm-bridge", "run"),
+        ({}, {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, "mine", "first"),
+        ({"tracker_project": "ours", "run_name": "second"}, {"WANDB_PROJECT": "mine"}, "ours", "second"),
     ],
 )
 def test_project_and_name_of_a_tracked_run(
     tmp_path: Path,
     run: Run,
-    wandb_stub: Any,
+    wandb: Any,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, str],
     variables: dict[str, str],
-    logged: str,
+    project: str,
+    name: str,
 ) -> None:
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     run(tmp_path / "run", steps=2, eval_interval=0, save_interval=0, trackers="wandb", **options)
-    assert (tmp_path / "logged").read_text().strip() == logged
+    init, steps = logged(wandb)
+    assert init == {"project": project, "name": name, "steps": 2}
+    assert [row["step"] for row in steps] == [1, 2]
 
 
-def test_a_tracker_without_a_key(tmp_path: Path, run: Run, wandb_stub: Any) -> None:
-    wandb_stub.KEY = None
+def test_a_tracker_without_a_key(tmp_path: Path, run: Run, wandb: Any) -> None:
+    wandb.KEY = None
     with refused(SettingError, "trackers", "wandb", "no API key"):
         run(tmp_path / "run", steps=2, trackers="wandb")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(
-    tmp_path: Path, run: Run, wandb_stub: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: Run, wandb: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wandb_stub.FAILS = 2
+    wandb.FAILS = 2
     assert len(run(tmp_path / "run", steps=3, eval_interval=0, save_interval=0, trackers="wandb")) == 3
-    assert (tmp_path / "logged").read_text().split()[3:] == ["1"]
+    assert [row["step"] for row in logged(wandb)[1]] == [1]
     assert [record.levelname for record in caplog.records if "gone" in record.getMessage()] == ["WARNING"]
 
 

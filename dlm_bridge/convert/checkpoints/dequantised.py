@@ -28,7 +28,7 @@ class DequantisedReader(HubReader):
     stored: ClassVar[str]  # dtype of the quantised values in a safetensors header
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, self.stored)
+        super().__init__(folder, (self.stored,))
         self._raw = {entry.name: entry for file in self.files.values() for entry in file.entries}
         self.quantised = self._quantised()  # with the dtype and shape that `read` returns
         if not self.quantised:

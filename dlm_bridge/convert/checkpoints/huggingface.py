@@ -31,7 +31,8 @@ from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.convert.streaming import FileRegion, SliceRange
 from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.files.reading import file_digest, gc_paused
-from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, quantization_method, read_config, resolve
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import FamilySpec, families, find_family
 
@@ -60,6 +61,7 @@ class HubCheckpoint(ByNameCheckpoint):
     Args:
         dequantize_fp8: read block-scaled FP8 weights as bfloat16, and remove the quantisation from config.json.
         dequantize_mxfp4: the same for MXFP4.
+        reader: another reader that dequantises the folder's weights.
 
     Raises:
         CheckpointError: as HubReader.
@@ -77,14 +79,19 @@ class HubCheckpoint(ByNameCheckpoint):
         source: dict[str, Any] | None = None,
         dequantize_fp8: bool = False,
         dequantize_mxfp4: bool = False,
+        reader: HubReader | None = None,
     ) -> None:
         super().__init__(str(folder))
         self.folder = self.root = folder
-        self._family, self._source, self._dequantize = family, source, dequantize_fp8 or dequantize_mxfp4
+        self._family, self._source = family, source
+        self._dequantize = dequantize_fp8 or dequantize_mxfp4 or reader is not None
         if dequantize_fp8 and dequantize_mxfp4:
             raise SettingError("dequantize_fp8", "contradicts `dequantize_mxfp4`: give one of them")
-        if not self._dequantize:
-            self.reader = HubReader(folder)
+        self._compressed = not self._dequantize and quantization_method(folder) == "compressed-tensors"
+        if reader is not None:
+            self.reader = reader
+        elif not self._dequantize:
+            self.reader = HubReader(folder, QUANTISED_DTYPES if self._compressed else ())
         else:
             from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
 
@@ -102,6 +109,12 @@ class HubCheckpoint(ByNameCheckpoint):
     def _config(self) -> dict[str, Any]:
         path = self.root / CONFIG_FILE
         return read_config(inside(self.root, CONFIG_FILE) if path.exists() else path)
+
+    def check(self) -> list[str]:
+        """Extends Checkpoint: a folder of compressed-tensors can be verified and sampled from, but not converted."""
+        if self._compressed:
+            raise CheckpointError(self.where, "its weights are quantised: use the checkpoint that it was made from")
+        return super().check()
 
     def _hub_metadata(self) -> HubMetadata:
         config, texts = self._config(), {}

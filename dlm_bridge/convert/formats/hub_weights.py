@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from dlm_bridge.convert.streaming import FileRegion, Sink, SliceRange, allocate,
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import check_safetensors, file_digest
 from dlm_bridge.hub import inside
-from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, torch_dtype
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, header_name, torch_dtype
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
@@ -69,13 +69,13 @@ class HubReader:
     """Reader of a Hub folder's tensors. Opening reads the headers only.
 
     Args:
-        quantised: header dtype of quantised weights to accept.
+        quantised: header dtypes of quantised weights to accept.
 
     Raises:
         CheckpointError: a file is missing, outside the folder, truncated or damaged, or the index does not match.
     """
 
-    def __init__(self, folder: Path, quantised: str | None = None) -> None:
+    def __init__(self, folder: Path, quantised: Collection[str] = ()) -> None:
         self.folder = folder
         self.pickled = not any(os.path.lexists(folder / name) for name in (SINGLE_FILE, SAFETENSORS_INDEX))
         self.pickled &= any(os.path.lexists(folder / name) for name in (BIN_FILE, BIN_INDEX))
@@ -199,11 +199,11 @@ def read_bin(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
 
 
-def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
+def read_header(path: Path, quantised: Collection[str] = ()) -> SafetensorsFile:
     """Read a safetensors header, after a check by safetensors' own reader.
 
     Args:
-        quantised: header dtype of quantised weights to accept.
+        quantised: header dtypes of quantised weights to accept.
 
     Raises:
         CheckpointError: damaged, or a tensor's dtype is not a weight's.
@@ -226,13 +226,11 @@ def build_header(
 
     The bytes equal those of safetensors' own writer: compact JSON, padded with spaces to 8 bytes.
     """
-    from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
-
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     places, position = [], 0
     for name, dtype, shape in tensors:
         end = position + prod(shape) * dtype.itemsize
-        stored = SAFETENSORS_NAMES[dtype]
+        stored = header_name(dtype)
         header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [position, end]}
         places.append((name, stored, tuple(shape), position))
         position = end
@@ -247,15 +245,13 @@ def standard_order(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
 ) -> list[tuple[str, torch.dtype, Sequence[int]]]:
     """Tensors in the order of safetensors' own writer: widest dtype first, then by name."""
-    from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
-
-    rank = {dtype: place for place, dtype in enumerate(SAFETENSORS_NAMES)}
-    return sorted(tensors, key=lambda item: (rank[item[1]], item[0]))
+    rank = {dtype: place for place, dtype in enumerate(_DTYPES)}
+    return sorted(tensors, key=lambda item: (-item[1].itemsize, rank[header_name(item[1])], item[0]))
 
 
-def _entry(path: Path, name: str, item: dict[str, Any], start: int, quantised: str | None) -> TensorEntry:
+def _entry(path: Path, name: str, item: dict[str, Any], start: int, quantised: Collection[str]) -> TensorEntry:
     stored = item["dtype"]
-    if stored not in STORED_DTYPES and stored != quantised:
+    if stored not in STORED_DTYPES and stored not in quantised:
         if stored == FP8:
             why = "is FP8: dlm-bridge import converts it with `dequantize_fp8`"
         elif stored == "U8" and name.endswith(MXFP4_PARTS):

@@ -58,14 +58,17 @@ def restrict_to_masks(model: Any, token: int) -> None:
     embedding = model.get_input_embeddings()
     if token >= embedding.num_embeddings:
         raise CheckpointError(KEY, f"{token} is outside the vocabulary of {embedding.num_embeddings}")
-    gate = _Gate(token)
+    gate = MaskGate(token)
     embedding.register_forward_hook(gate.read_tokens)
     for module in model.modules():
-        for factor in getattr(module, "lora_A", {}).values():
+        factors = getattr(module, "lora_A", {})
+        for factor in factors.values():
             factor.register_forward_hook(gate.zero_other_tokens)
+        if factors:
+            module.mask_gate = gate
 
 
-class _Gate:
+class MaskGate:
     """Hooks that share the positions of masks in a forward pass."""
 
     def __init__(self, token: int) -> None:

@@ -11,6 +11,12 @@
 At temperature 0, a token is accepted if it is the best one: the text is the causal model's, token for token. Above 0,
 with verify_alpha 1, the text is drawn from that model.
 
+With `mask_tails`, a forward pass also predicts the next draft for every number of tokens that it may accept, so that a
+rejection does not cost the next draft (as in TiDAR, arXiv 2511.08923, which has such drafts for its bidirectional
+blocks). With N = `block_length`, tail j attends to the text, to j tokens of the draft and to its own earlier masks:
+
+    [last token] + draft of N - 1 tokens + N tails of N - 1 masks;  tail j has the position ids after j draft tokens
+
 Source: Introspective-Diffusion/I-DLM, SGLang's `IDLMBlockN`; diffusers' `IDLMPipeline`. These compare with p before
 top-k and top-p, and SGLang drafts best tokens; here both p and q include the filters, so that the text's distribution
 is the causal model's under the same filters.
@@ -18,7 +24,7 @@ is the causal model's under the same filters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -31,6 +37,7 @@ from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.request import MASK
+from dlm_bridge.generation.runtime.graphs import at_places
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -63,6 +70,11 @@ class IDLMSampler(Sampler):
     verify_alpha: float = parameter(
         1.0, "Below 1: accept more of a draft than the causal model's distribution allows.", above=0, maximum=1
     )
+    mask_tails: bool = parameter(
+        False,
+        "Also predict the next draft for every number of accepted tokens: more tokens per forward pass, each of which "
+        "runs block_length squared tokens instead of 2 block_length - 1.",
+    )
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
@@ -70,10 +82,11 @@ class IDLMSampler(Sampler):
         return {"block_length": block + 1} if block else {}
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = 2 * self.block_length - 2  # columns that a forward pass may predict after the last new token
+        # Columns that a forward pass may run after the last new token.
+        spare = self.block_length**2 - 2 if self.mask_tails else 2 * self.block_length - 2
         return SamplerSpec(
             layout=BlockLayout(None, spare=spare),
-            rule=StridedRule(self.block_length - 1, self.verify_alpha),
+            rule=StridedRule(self.block_length - 1, self.verify_alpha, tails=self.mask_tails),
             sampling=self.sampling(),
             predictor=SpeculativePredictor,
         )
@@ -93,9 +106,10 @@ class StridedRule(DenoisingRule):
 
     needs_prompt: ClassVar[bool] = True
 
-    def __init__(self, drafted: int, alpha: float) -> None:
+    def __init__(self, drafted: int, alpha: float, *, tails: bool = False) -> None:
         self._drafted = drafted
         self._alpha = alpha
+        self._tails = tails
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         constraints.refuse_text("a draft has no committed text before its tokens")
@@ -122,10 +136,11 @@ class StridedRule(DenoisingRule):
         drafts = self._drafts(context, rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
         # Rows without a draft have masks instead, so that all rows have one shape.
-        masks_AM = torch.full_like(drafts.tokens, MASK)
-        input_AN = torch.cat([last_A1, drafts.tokens, masks_AM], dim=1)
-        columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
-        logits_ANV = context.constrain(predictor.check(rows, firsts, input_AN), rows, columns_AN)
+        masks_AT = torch.full_like(drafts.tokens, MASK).repeat(1, count + 1 if self._tails else 1)
+        input_AQ = torch.cat([last_A1, drafts.tokens, masks_AT], dim=1)
+        logits_at = predictor.run_block(rows, firsts, input_AQ, tail=count if self._tails else 0)
+        columns_AN = columns_from(firsts, count + 1, canvas.tokens.device) + 1
+        logits_ANV = context.constrain(logits_at(slice(0, count + 1)), rows, columns_AN)
         shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         places_AM = canvas.places(rows, columns_AN[:, :count])
         accepted_AM, corrected_AM = self._verify(
@@ -138,16 +153,23 @@ class StridedRule(DenoisingRule):
         place_A1 = accepted_A[:, None].clamp(max=count - 1)
         next_A1 = torch.where(rejected_A[:, None], corrected_AM.gather(1, place_A1), next_A1)
         places_1N = torch.arange(count + 1, device=next_A1.device)[None]
-        ahead_AN = torch.cat([drafts.tokens, masks_AM[:, :1]], dim=1)
+        ahead_AN = torch.cat([drafts.tokens, masks_AT[:, :1]], dim=1)
         committed_AN = torch.where(places_1N < accepted_A[:, None], ahead_AN, MASK)
         committed_AN = torch.where(places_1N == accepted_A[:, None], next_A1, committed_AN)
-        canvas.put(rows, columns_AN[:, : count + 1], committed_AN)
-        seen_ANV = logits_ANV[:, : count + 1]
-        context.report(rows, columns_AN[:, : count + 1], seen_ANV, final=True)
-        # The masks after that token predict the next draft.
-        from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
-        from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # for rejected rows, whose draft is dropped
-        self._keep(context, rows, tokens_AN.gather(1, from_AM), shaped_ANV, from_AM, ~rejected_A)
+        canvas.put(rows, columns_AN, committed_AN)
+        context.report(rows, columns_AN, logits_ANV, final=True)
+        # The masks after that token predict the next draft: those of its tail or, without tails, the masks behind the
+        # whole draft, which follow it only if nothing was rejected.
+        steps_1M = torch.arange(count, device=next_A1.device)[None]
+        if self._tails:
+            from_AM = count + 1 + accepted_A[:, None] * count + steps_1M
+        else:
+            from_AM = (accepted_A[:, None] + 1 + steps_1M).clamp(max=input_AQ.shape[1] - 1)
+        columns_AM = columns_AN[:, :1] + accepted_A[:, None] + 1 + steps_1M
+        logits_AMV = context.constrain(logits_at(from_AM), rows, columns_AM)
+        shaped_AMV, drafts_AM = propose_tokens(logits_AMV, canvas, rows, columns_AM, context.sampling, context.noise)
+        exist_A = torch.ones_like(rejected_A) if self._tails else ~rejected_A
+        self._keep(context, rows, drafts_AM, shaped_AMV, exist_A)
         return self._go_on(context, block, rows, accepted_A + 1)
 
     @staticmethod
@@ -173,8 +195,7 @@ class StridedRule(DenoisingRule):
         context: SamplerContext,
         rows: list[int],
         tokens_AM: torch.Tensor,
-        shaped_ANV: torch.Tensor,
-        from_AM: torch.Tensor,
+        shaped_AMV: torch.Tensor,
         exist_A: torch.Tensor,
     ) -> None:
         """Store the rows' drafts, and the distributions that they were drawn from."""
@@ -182,9 +203,8 @@ class StridedRule(DenoisingRule):
         memory.tensor("drafts", count)[index] = tokens_AM
         memory.tensor("drafted", dtype=torch.bool)[index] = exist_A
         if context.sampling.draws:
-            chosen_AMV = shaped_ANV.gather(1, from_AM[..., None].expand(-1, -1, shaped_ANV.shape[-1]))
             q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
-            q_BMV[index] = self._probabilities(context, chosen_AMV)
+            q_BMV[index] = self._probabilities(context, shaped_AMV)
 
     def _verify(
         self,
@@ -250,6 +270,31 @@ class SpeculativePredictor(RowCachePredictor):
         """[A, N, V], the causal model's logits after each token of the rows' blocks."""
         return self._block_logits(rows, firsts, tokens_AN, draft=False)
 
+    def run_block(
+        self, rows: list[int], firsts: list[int], tokens_AQ: torch.Tensor, *, tail: int = 0
+    ) -> Callable[[slice | torch.Tensor], torch.Tensor]:
+        """Run the rows' blocks once.
+
+        Args:
+            tail: size of the tails at the end of a block, see `IDLMSampler`; 0: all tokens follow one another.
+
+        Returns:
+            Function of a slice of places in the blocks, or of [A, N] places of each row, that returns the logits
+            [A, N, V] after them.
+        """
+        own_AQ = columns_from(firsts, tokens_AQ.shape[1], tokens_AQ.device)
+        if tail:
+            view = self._tail_view(rows, firsts, tokens_AQ, own_AQ, tail)
+        elif self.cache.stores:
+            view = self._cached_view(rows, firsts, tokens_AQ, draft=False)
+        else:
+            view = self._uncached_view(rows, firsts, tokens_AQ, own_AQ, draft=False)
+        if not self.cache.stores:
+            logits_AQV = self._runner.logits_at(view, own_AQ)
+            return lambda places: logits_AQV[:, places] if isinstance(places, slice) else at_places(logits_AQV, places)
+        runner, hidden_AQH = self._runner, self._runner.hidden(view)
+        return lambda places: (runner.head if isinstance(places, slice) else runner.head_at)(hidden_AQH, places)
+
     def _block_logits(
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
     ) -> torch.Tensor:
@@ -286,6 +331,56 @@ class SpeculativePredictor(RowCachePredictor):
         own_AN = columns_from(before, width, tokens_AN.device)
         attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
         return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block)
+
+    def _tail_view(
+        self, rows: list[int], firsts: list[int], tokens_AQ: torch.Tensor, own_AQ: torch.Tensor, tail: int
+    ) -> CanvasView:
+        layout, width = TailLayout.of(tail, own_AQ.device), own_AQ.shape[1]
+        if self.cache.stores:
+            before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
+            stop = -(-(max(before) + width) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+            cached_AQ = columns_from(before, width, own_AQ.device)
+            mask = layout.mask(
+                cached_AQ, torch.ones(1, min(stop, self.canvas.cache_width), device=own_AQ.device).bool()
+            )
+            positions_AQ = cached_AQ[:, :1] + layout.offsets
+            return CanvasView(tokens_AQ, mask, positions_AQ, end=mask.shape[-1], columns=cached_AQ)
+        stop = max(firsts) + width
+        positions_AS, real_AS = self._positions(rows, stop)
+        mask = causal_mask(real_AS)
+        rows_of_mask = own_AQ[:, None, :, None].expand(-1, 1, -1, stop)
+        mask = mask.scatter(2, rows_of_mask, layout.mask(own_AQ, real_AS))
+        before_A1 = positions_AS.gather(1, own_AQ[:, :1])
+        tokens_AS = self.canvas.take(rows, slice(0, stop)).scatter(1, own_AQ, tokens_AQ)
+        positions_AS = positions_AS.scatter(1, own_AQ, before_A1 + layout.offsets)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+
+
+@dataclass(frozen=True)
+class TailLayout:
+    """Attention and positions in a block of a last token, a draft of M tokens, and M + 1 tails of M masks.
+
+    Tails are behind the draft in the canvas and in the cache, where the next block overwrites them.
+    """
+
+    offsets: torch.Tensor  # [Q], positions counted from the last token
+    attends: torch.Tensor  # [Q, Q] bool, query by key
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> TailLayout:
+        index = torch.arange(size + 1, device=device)
+        accepted = torch.cat([index, index.repeat_interleave(size)])  # draft tokens that a place attends to
+        masks = torch.cat([torch.zeros_like(index), (index[:size] + 1).repeat(size + 1)])  # place in its tail, from 1
+        text = masks == 0
+        same_tail = (accepted[:, None] == accepted) & ~text & (masks <= masks[:, None])
+        return cls(accepted + masks, (text & (accepted <= accepted[:, None])) | (same_tail & ~text[:, None]))
+
+    def mask(self, own_AQ: torch.Tensor, attended_AS: torch.Tensor) -> torch.Tensor:
+        """[A, 1, Q, S], attention of blocks in these columns to `attended_AS` before them, and to themselves."""
+        width = own_AQ.shape[1]
+        place_AS = torch.arange(attended_AS.shape[1], device=own_AQ.device) - own_AQ[:, :1]
+        inside_AQS = self.attends[:, place_AS.clamp(0, width - 1)].movedim(0, 1) & (place_AS < width)[:, None]
+        return torch.where(place_AS[:, None] < 0, attended_AS[:, None], inside_AQS)[:, None]
 
 
 def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:

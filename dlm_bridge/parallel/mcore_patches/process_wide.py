@@ -330,19 +330,23 @@ def release_cuda_graphs() -> None:
 
 
 def start_results_queue(writers: Any) -> None:
-    """Start the process of the queue to which the checkpoint writers in a module, `writers`, report. It ends with this
-    process and ignores signals: Slurm or a shell signals all processes of a job, but the last checkpoint needs this
-    queue. Called before each save, when no other one is running: results of a save that failed before it read them are
-    dropped, because the next save would take them for its own, and write their files' names into its .metadata."""
+    """Start the process of the queue to which the checkpoint writers in a module, `writers`, report, unless it is
+    running. It ends with this process and ignores signals: Slurm or a shell signals all processes of a job, but the
+    last checkpoint needs this queue."""
     if writers._results_queue is not None:
-        while not writers._results_queue.empty():
-            writers._results_queue.get_nowait()
         return
     resource_tracker.ensure_running()  # before signals are blocked: starting it unblocks them
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     with signals_blocked():
         manager.start(end_with_parent, (os.getpid(),))
     writers._results_queue = manager.Queue()
+
+
+def drop_stale_results(writers: Any) -> None:
+    """Empty the queue of `start_results_queue` before a save, while no other one is running: the save would take the
+    results of one that failed before it read them for its own, and write their files' names into its .metadata."""
+    while not writers._results_queue.empty():
+        writers._results_queue.get_nowait()
 
 
 def collect_from_writers(original: Any) -> Any:

@@ -85,7 +85,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     patched_checkpoints,
     unpadded_param_index_map,
 )
-from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader, start_results_queue
+from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader, drop_stale_results, start_results_queue
 from dlm_bridge.parallel.train import fp8_state
 from dlm_bridge.parallel.train.ema import MegatronAverages
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
@@ -391,6 +391,7 @@ class CheckpointManager:
         if self.averages is not None:
             state |= self.averages.saved([*_weights_of(state, self.chunks), state["mtp"]])
         start_results_queue(self.saving.writers)
+        drop_stale_results(self.saving.writers)
         request: AsyncRequest | None = dist_checkpointing.save(
             state,
             str(folder),
