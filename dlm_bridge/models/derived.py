@@ -53,6 +53,11 @@ class Form:
 
 FORMS = (  # the first is the default of convert-to-dlm
     Form(
+        "idlm",
+        "IntrospectiveLM",
+        {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
+    ),
+    Form(
         "block-causal",
         "BlockCausalLM",
         {
@@ -82,11 +87,6 @@ FORMS = (  # the first is the default of convert-to-dlm
             "sft": {"eos_padding": "block"},
             "sampler": {"algorithm": "fast_dllm_v2", "threshold": 0.9},
         },
-    ),
-    Form(
-        "idlm",
-        "IntrospectiveLM",
-        {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
     ),
     Form("nemotron", "HybridLM", {"objective": "nemotron", "sampler": {"algorithm": "nemotron"}}),
 )

@@ -156,7 +156,7 @@ def test_families_lists_all_that_convert_to_dlm_makes(
     becomes = {row["family"]: row["becomes"] for row in rows if row["becomes"]}
     assert {name: tuple(forms.values()) for name, forms in becomes.items()} == TARGETS
     assert list(becomes["qwen3_moe"]) == [
-        "block-causal", "bidirectional", "shifted", "block-causal-shifted", "idlm", "nemotron",
+        "idlm", "block-causal", "bidirectional", "shifted", "block-causal-shifted", "nemotron",
     ]  # fmt: skip
     assert becomes["bailing_moe_v2"]["block-causal"] == "llada2_moe"
     for family in ("qwen3", "gpt_oss"):
