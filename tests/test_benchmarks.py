@@ -117,6 +117,11 @@ FAST = (
         "attention.py", "--tiny", (r"^tiny .*relative error \de-0[2-9]", r"^tiny, two padded .*error \de-0[2-9]"),
         cuda=True, environment={"TRITON_INTERPRET": "1"},
     ),
+    Case(
+        "structured.py", "{out}/schemas --tokenizer {out} --sample 3 --walks 2 --tokens 20",
+        (r"^b/two.json: refused: .*#/contains", r"^schemas 3, accepted 2 \(66.7%\), with an invalid text 0",
+         rf"^CPU seconds: median {NUMBER}", r"^ +1 this keyword"),
+    ),
 )  # fmt: skip
 SLOW = (
     Case("train.py", f"--model tiny-moe {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
@@ -133,6 +138,10 @@ SLOW = (
         "engine_throughput.py",
         "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 --only ours --execution eager",
         (r'^{"way": "ours".*"tokens_per_s": ',),
+    ),
+    Case(
+        "structured_overhead.py", "--device cpu --tiny --states 10 --rows 1 2 --new-tokens 32",
+        (rf'^{{"rows": 2, "temperature": 1.0, "states": 10, "step_ms": {NUMBER}, "overhead_ms": ',),
     ),
     Case(
         "conversion.py", "--gb 0.02 --repeat 1 --folder {out} --peers {out}",
@@ -238,6 +247,12 @@ def runs(case: Case, folder: Path) -> None:
 @pytest.mark.extension("parallel", "kernels", "train.rl")
 @pytest.mark.parametrize("case", FAST, ids=lambda case: f"{case.script} {case.words[:20]}")
 def test_a_benchmark_runs(case: Case, tmp_path: Path) -> None:
+    if case.script == "structured.py":
+        write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+        for name, schema in {"a": {"type": "object"}, "b/two": {"contains": {}}, "c": {"enum": ["é", 1]}}.items():
+            path = tmp_path / "schemas" / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(schema))
     runs(case, tmp_path)
 
 

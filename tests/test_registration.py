@@ -186,6 +186,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "chat": [("chat", "m")],
     "kernels": [],
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
+    "structured": [],
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],
     "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
     "exports": [

@@ -71,6 +71,7 @@ class SpeculativeRule(DenoisingRule):
     """Rule whose steps are a draft and its check; see `LinearSpecSampler` for the arguments."""
 
     needs_prompt: ClassVar[bool] = True
+    keeps_text: ClassVar[bool] = True
 
     block_length: int
     threshold: float = 0.0
@@ -160,7 +161,8 @@ class SpeculativeRule(DenoisingRule):
             committed_A, logits_ANV = self._commit_one_by_one(context, block, rows, columns_AN, drafts_AN, logits_ANV)
         else:
             logits_ANV = context.constrain(logits_ANV, rows, columns_AN)
-            _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+            allowed_ANV = context.follow(rows, firsts, drafts_AN[:, 1:], logits_ANV)
+            _, tokens_AN = propose_tokens(allowed_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
             committed_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
             accepted_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < committed_A[:, None]
             canvas.put(rows, columns_AN, torch.where(accepted_AN, tokens_AN, MASK))

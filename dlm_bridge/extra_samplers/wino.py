@@ -45,7 +45,7 @@ from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
-from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
+from dlm_bridge.generation.token_sampling import probability_of
 
 FEWEST, MOST = 5, 20  # bounds of the maximum number of tokens that a step commits
 ACCEPTED_BEFORE = 30  # value of `accepted` before the first step
@@ -109,6 +109,7 @@ class WINORule(DenoisingRule):
     """Commits tokens above one threshold, and masks committed tokens below another one again."""
 
     edits = True
+    keeps_text = True
 
     def __init__(self, threshold: float, threshold_back: float) -> None:
         self._threshold = threshold
@@ -129,13 +130,16 @@ class WINORule(DenoisingRule):
         accepted_B = canvas.memory.tensor("accepted")
         selected, index = context.selected(rows), canvas.index(rows)
         logits = context.predict(rows, block)
-        _, tokens = propose_tokens(logits, canvas, rows, block, context.sampling, context.noise)
+        allowed, _, tokens = context.propose_tokens(rows, block, logits)
         before, masked, new = (
             canvas.take(selected, block),
             canvas.masked(selected, block),
             canvas.behind_prompt(selected, block),
         )
-        committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
+        committed = self._committed(probability_of(tokens, allowed, torch.float64), masked)
+        if context.text is not None:  # before tokens are masked again, which any text allows
+            tokens = context.text.commit(rows, block, torch.where(committed, tokens, before), allowed, [1] * len(rows))
+            committed = masked & (tokens != MASK)
         doubts = probability_of(before.clamp(min=0), predictor.checks, torch.float64)  # not read at masks
         doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
         accepted_B[index] = committed.sum(dim=1)

@@ -32,6 +32,7 @@ from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import request_seeds, shared_seed, without_token
+from dlm_bridge.registration import load
 
 
 @dataclass
@@ -69,6 +70,7 @@ def generate(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     streamer: Any = None,
     commit_rule: CommitRule | None = None,
+    constraint: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | DiffusionGenerateOutput:
     """Sample from a diffusion language model, by default with its family's published sampler.
@@ -99,6 +101,8 @@ def generate(
             see `dlm_bridge.generation.callbacks`.
         commit_rule: selects the proposals that a step commits, instead of the sampler's own rule. An object can be
             used in one call at a time. To add a complete sampler, use `register_sampler`.
+        constraint: language that the new text belongs to: a `structured.Constraint`, or one per prompt, in which None
+            is no constraint. It needs `tokenizer`.
         **kwargs: any setting, for this call. `eos_token_id=None` disables stopping.
 
     Returns:
@@ -162,10 +166,15 @@ def generate(
         stream=streams is not None,
         observers=[recorder] if recorder is not None else [],
     )
+    constraints = [None] * len(prompts)
+    if constraint is not None:
+        compiled = load("features", "constraint")
+        constraints = compiled(constraint, kwargs.get("tokenizer"), settings, len(prompts) // copies)
+        constraints = [one for one in constraints for _ in range(copies)]
     ends: dict[int, Ended] = {}
     failed: list[Failed] = []
-    for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True)):
-        engine.submit(Request(number, prompt, seed=row_seed))
+    for number, (prompt, row_seed, one) in enumerate(zip(prompts, seeds, constraints, strict=True)):
+        engine.submit(Request(number, prompt, seed=row_seed, constraint=one))
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Failed):

@@ -100,6 +100,11 @@ class AutoregressiveEngine:
         if request.gen_length is None:
             own = generate_keywords(self._model, self._settings, len(request.prompt))
         check_prompt(self._model, request.prompt, own, request.name)
+        if request.constraint is not None:
+            if self._stop.has_strings:
+                raise SettingError("stop_strings", "excludes `constraint`: the text would end in its middle")
+            new = own["max_new_tokens"] if "max_new_tokens" in own else own["max_length"] - len(request.prompt)
+            request.constraint.check(request, new)
         self._waiting.append(request)
 
     def cancel(self, name: Hashable) -> bool:
@@ -124,12 +129,18 @@ class AutoregressiveEngine:
         for request in batch:
             self._waiting.remove(request)
         self._running = {request.name: request for request in batch}
-        own = {} if length is None else {"gen_length": length, "max_new_tokens": None}
+        own: dict[str, Any] = {} if length is None else {"gen_length": length, "max_new_tokens": None}
         watch = _TokenWatch(self._running, batch, self._stop, self._deliver)
         width = max(len(request.prompt) for request in batch)
         input_ids = torch.tensor([[0] * (width - len(one.prompt)) + list(one.prompt) for one in batch])
         mask = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in batch])
         try:
+            constraints = [request.constraint for request in batch]
+            if (constraint := next(filter(None, constraints), None)) is not None:
+                given = generate_keywords(self._model, {**self._settings, **own}, width)
+                new = given["max_new_tokens"] if "max_new_tokens" in given else given["max_length"] - width
+                processors = self._settings.get("logits_processor") or []
+                own["logits_processor"] = [*processors, constraint.processor(constraints, width, new)]
             seeds = [request.seed for request in batch]
             found = self._sample(input_ids, mask, {**self._settings, **own}, watch, seeds)
         except AbandonedError:

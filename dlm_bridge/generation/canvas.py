@@ -155,6 +155,8 @@ class Canvas:
         blocks: the block and, if rows share blocks and there is a following block, that one.
         memory: values that the rule and the predictor store for each row within its block.
         non_finite: [B] bool on the device, True for rows with NaN or infinite logits so far.
+        log_mass: [B] float64, see `Ended.constraint_log_mass`.
+        log_masses: by name, that of rows that have left.
         errors: by name, errors of rows that failed for other reasons than the model's logits.
         failed: names of failed rows that the host has learned of through `read`. They take no further step.
         ended: (name, tokens) of rows that have left since the caller last emptied the list, with at most `gen_length`
@@ -180,6 +182,8 @@ class Canvas:
         self.block, self.blocks = slice(0, 0), [slice(0, 0)]
         self.memory = RowMemory(0, device)
         self.non_finite = torch.zeros(0, dtype=torch.bool, device=device)
+        self.log_mass = torch.zeros(0, dtype=torch.float64, device=device)
+        self.log_masses: dict[Hashable, float] = {}
         self.failed: set[Hashable] = set()
         self.errors: dict[Hashable, RowError] = {}
         self.ended: list[tuple[Hashable, list[int] | None]] = []
@@ -222,6 +226,12 @@ class Canvas:
     def firsts(self) -> list[int]:
         """[B], the column of position 0 of each row's events."""
         return self.origins if self.infill else self.starts
+
+    @property
+    def text_ends(self) -> list[int]:
+        """[B], the column after the last position of each row's events, not counting the layout's `closing` token."""
+        rows = zip(self.firsts, self._reported, self._rows, strict=True)
+        return [first + count - (row.end - row.stop if row.gen_length else 0) for first, count, row in rows]
 
     @property
     def steps(self) -> list[int]:
@@ -506,8 +516,10 @@ class Canvas:
             return None
         leaving, stay = sorted(over), order_without(over, len(self._rows))
         read_AS = torch.cat([self.tokens[leaving], self.non_finite[leaving, None]], dim=1).tolist()
-        for number, (*tokens, failed) in zip(leaving, read_AS, strict=True):
+        masses = self.log_mass[leaving].tolist()
+        for number, (*tokens, failed), mass in zip(leaving, read_AS, masses, strict=True):
             row = self._rows[number]
+            self.log_masses[row.name] = mass
             if failed:
                 self.failed.add(row.name)
             if row.name not in self.cancelled:
@@ -559,6 +571,7 @@ class Canvas:
             self._is_hole = torch.cat([shown.to(before.device), before])
         self._rows = added + self._rows
         self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
+        self.log_mass = torch.cat([self.log_mass.new_zeros(count), self.log_mass])
         for row in added:  # may reuse the name of a row that has left
             self.failed.discard(row.name)
             self.errors.pop(row.name, None)
@@ -586,6 +599,7 @@ class Canvas:
             return
         index = to_device(rows, self.tokens.device)
         self.tokens, self.non_finite = self.tokens[index], self.non_finite[index]
+        self.log_mass = self.log_mass[index]
         if self._is_hole is not None:
             self._is_hole = self._is_hole[index]
         self._rows = [self._rows[row] for row in rows]

@@ -13,7 +13,7 @@ import torch
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, to_device
-from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.constraints import Constraints, TextDecoder
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
@@ -33,6 +33,7 @@ class SamplerContext:
         window: number of columns, from a row's first mask on, that each step predicts instead of the whole block.
         logits_bias: the sampler's change of the logits.
         planner: returns the rule that plans the steps of the named row; None: the run's rule.
+        text: keeps the text constraints of rows; None: no row has had one.
         row_forwards: number of rows, summed over the forward passes.
     """
 
@@ -47,6 +48,7 @@ class SamplerContext:
     window: int | None = None
     logits_bias: LogitsBias | None = None
     planner: Callable[[Any], DenoisingRule] | None = None
+    text: TextDecoder | None = None
     row_forwards: int = field(init=False, default=0)
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
@@ -76,7 +78,7 @@ class SamplerContext:
     def propose(self, rows: list[int], columns: Columns, logits: torch.Tensor, num_transfer_tokens: list[int]) -> Step:
         """Propose tokens for these columns from their logits [A, N, V], see `predict`."""
         canvas, selected = self.canvas, self.selected(rows)
-        shaped, tokens = propose_tokens(logits, canvas, rows, columns, self.sampling, self.noise)
+        logits, shaped, tokens = self.propose_tokens(rows, columns, logits)
         before, new = canvas.take(selected, columns), canvas.behind_prompt(selected, columns)
         return Step(
             rows=rows,
@@ -94,6 +96,26 @@ class SamplerContext:
             excluded_token_id=canvas.excluded_token_id,
         )
 
+    def propose_tokens(
+        self, rows: list[int], columns: Columns, logits: torch.Tensor, sampling: TokenSampling | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [A, N, V] of these columns under the rows' text constraints, the distribution that tokens are drawn
+        from, and proposed tokens [A, N]."""
+        sampling = self.sampling if sampling is None else sampling
+        shaped, tokens = propose_tokens(logits, self.canvas, rows, columns, sampling, self.noise)
+        if self.text is None:
+            return logits, shaped, tokens
+        return self.text.propose(rows, columns, logits, shaped, tokens, sampling)
+
+    def follow(
+        self, rows: list[int], lasts: list[int], drafts_AM: torch.Tensor, logits_ANV: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of the N columns after each row's last committed token, at `lasts`, under the rows' text constraints
+        if the draft's tokens are in the first M columns."""
+        if self.text is None:
+            return logits_ANV
+        return self.text.follow(rows, [last + 1 for last in lasts], drafts_AM, logits_ANV)
+
     def report(self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, *, final: bool) -> None:
         """Count a forward pass that predicted these columns, and call the observers, after the commit. `final`:
         committed tokens do not change any more."""
@@ -108,6 +130,7 @@ class DenoisingRule(ABC):
 
     edits = False  # True: committed tokens may still change until their block is complete
     needs_prompt: ClassVar[bool] = False  # True: a prompt needs at least one token
+    keeps_text: ClassVar[bool] = False  # True: supports text constraints (`SamplerContext.text`)
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         """Return the rule for these constraints. Raises SettingError for unsupported ones."""
@@ -172,6 +195,7 @@ class CommitRule(DenoisingRule):
                 return best(scores.masked_fill(~step.masked, -torch.inf))
     """
 
+    keeps_text = True
     exact = False  # True: `select` commits exactly `num_transfer_tokens`, so the host need not read the progress
     # Attributes that only `begin` reads. Rows whose rules differ only in these share a continuous batch.
     planning: ClassVar[tuple[str, ...]] = ()
@@ -239,7 +263,12 @@ class CommitRule(DenoisingRule):
             columns = _window_columns(canvas, selected, block, context.window)
         logits = context.predict(rows, columns)
         step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
-        canvas.put(selected, columns, self.write(step))
+        tokens = self.write(step)
+        if context.text is not None:
+            alone = self.exact and max(step.num_transfer_tokens) <= 1  # a single feasible token needs no check
+            least = None if alone else step.num_transfer_tokens
+            tokens = context.text.commit(rows, columns, tokens, step.logits, least)
+        canvas.put(selected, columns, tokens)
         context.report(rows, columns, logits, final=not self.edits)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
@@ -258,7 +287,9 @@ class CommitRule(DenoisingRule):
             first = slice(block.start, block.start + 1)
             sampling = context.sampling if context.first_token == "sampled" else TokenSampling()
             logits = context.predict(active, first, shift=True)
-            _, tokens = propose_tokens(logits, canvas, active, first, sampling, context.noise)
+            allowed, _, tokens = context.propose_tokens(active, first, logits, sampling)
+            if context.text is not None:
+                tokens = context.text.commit(active, first, tokens, allowed, None)
             canvas.put(context.selected(active), first, tokens)
             context.report(active, first, logits, final=not self.edits)
         return active

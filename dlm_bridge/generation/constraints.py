@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import LogitsProcessor
@@ -33,6 +33,46 @@ CONSTRAINT_SETTINGS = (
 )
 AllowedTokens = Callable[[Any, torch.Tensor], Sequence[int]]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TextDecoder(Protocol):
+    """Keeps the text constraints (`request.TextConstraint`) of a run's rows. Rows without one stay unchanged.
+
+    `rows` are A rows of the canvas. Every method works on the device, without synchronisation with the host.
+    """
+
+    def propose(
+        self,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        shaped_ANV: torch.Tensor,
+        tokens_AN: torch.Tensor,
+        sampling: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Replace proposals that no completion of the row's text contains, and the logits that they come from."""
+
+    def commit(
+        self,
+        rows: list[int],
+        columns: Columns,
+        tokens_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+        least: Sequence[int] | None,
+    ) -> torch.Tensor:
+        """[A, N] tokens to write instead of `tokens_AN`, of which some completion of the row's text contains all. At
+        least `least` of the row's changes remain, possibly with another token; None: each row has one change."""
+
+    def follow(
+        self, rows: list[int], firsts: list[int], drafts_AM: torch.Tensor, logits_ANV: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of N columns from `firsts` on, without the tokens that cannot follow the text before `firsts` and the
+        draft's tokens before the column."""
+
+    def finish(
+        self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, tokens_AN: torch.Tensor, sampling: Any
+    ) -> torch.Tensor:
+        """[A, N] `tokens_AN` if they are a valid text, else a valid text from these logits."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from dlm_bridge.generation.options import CacheMode
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.reporting import EventReporter, RunningRequest
-from dlm_bridge.generation.request import Event, Failed, Request
+from dlm_bridge.generation.request import Event, Failed, Request, TextConstraint
 from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache, unwrapped
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
@@ -117,6 +117,7 @@ class SamplingEngine:
         self._waiting: deque[_Waiting] = deque()
         self._running: dict[Hashable, RunningRequest] = {}
         self._rules: dict[Hashable, DenoisingRule] = {}  # of running rows
+        self._constraints: dict[Hashable, TextConstraint | None] = {}  # of running rows
         self._events: list[Event] = []
         self._canvas: Canvas | None = None
         self._runner: ModelRunner | None = None
@@ -168,6 +169,8 @@ class SamplingEngine:
             )
         if plan.spec.rule.needs_prompt and not len(request.prompt):
             raise RowError("this sampler needs a prompt of at least one token: use bos_token_id", [request.name])
+        if request.constraint is not None:
+            request.constraint.check(request, gen_length, plan)
         self._waiting.append(_Waiting(request, plan, gen_length))
 
     def cancel(self, name: Hashable) -> bool:
@@ -308,6 +311,14 @@ class SamplingEngine:
         context = plan.context(runner, canvas, cache, noise, observers, planner=lambda name: self._rules[name])
         predictor = self._predictor = context.predictor
 
+        def constrain(entered: list[_Waiting]) -> None:
+            for row in entered:
+                constraint = row.request.constraint
+                if constraint is not None and context.text is None:
+                    context.text = constraint.decoder(canvas, noise, self._constraints, edits=rule.edits)
+
+        constrain(entering)
+
         def enter() -> None:
             # Shared columns may have to move to the left even if no request enters: the KV cache has an end.
             if not (self._waiting or canvas.shares_blocks) or not canvas.admits:
@@ -319,6 +330,7 @@ class SamplingEngine:
                 predictor.shift_columns(shift)
             if entering:
                 predictor.admit(len(entering))
+                constrain(entering)
 
         # A speculative forward pass of the remaining rows is wasted if other rows may enter.
         for _ in denoise_rows(context, rule, enter, lambda: not self._waiting):
@@ -335,9 +347,10 @@ class SamplingEngine:
             row = self._waiting.popleft()
             self._running[row.request.name] = row.running()
             self._rules[row.request.name] = row.plan.rule
+            self._constraints[row.request.name] = row.request.constraint
             rows.append(row)
         for name in self._rules.keys() - self._running.keys() if len(self._rules) > 2 * len(self._running) else ():
-            del self._rules[name]
+            del self._rules[name], self._constraints[name]
         return rows
 
     def _admit(self, rows: list[_Waiting], canvas: Canvas, noise: Noise, cached: int | None) -> int:

@@ -209,6 +209,8 @@ class GemmaEngine:
         """Queue a request. Raises RowError for a prompt that the model cannot continue."""
         new = self._given["max_new_tokens"] if request.gen_length is None else request.gen_length
         check_gemma_prompt(self._model, request.prompt, {**self._given, "max_new_tokens": new}, request.name)
+        if request.constraint is not None:
+            request.constraint.check(request, new)
         seed = drawn_seeds(1)[0] if request.seed is None else request.seed
         self._waiting.append(_Row(request, list(request.prompt), new, seed))
 
@@ -341,6 +343,8 @@ class GemmaLoopEngine(AutoregressiveEngine):
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RowError for a prompt that the model cannot continue."""
+        if request.constraint is not None:
+            raise SettingError("constraint", "transformers' loop for DiffusionGemma cannot keep it")
         own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
         check_gemma_prompt(self._model, request.prompt, own, request.name)
         self._waiting.append(request)
@@ -743,6 +747,10 @@ class _Drafts:
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
         highest_AQ, self.best = logits_AQV.max(dim=-1)
+        constraints = [row.request.constraint for row in rows]
+        if (constraint := next(filter(None, constraints), None)) is not None:
+            texts, lengths = [row.new for row in rows], [row.new_tokens for row in rows]
+            self.best = constraint.draft(constraints, texts, lengths, logits_AQV, self.best)
         bad_A = ~(highest_AQ < torch.inf).all(dim=-1)
         probabilities_AQV = logits_AQV.softmax(dim=-1, dtype=torch.float32)
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)

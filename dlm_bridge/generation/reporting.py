@@ -142,6 +142,7 @@ class EventReporter:
         rows = [self._running.pop(name) for name, _ in canvas.ended]
         steps = self._recorded(rows) if self._record else [[]] * len(rows)
         for row, (name, tokens), own_steps in zip(rows, canvas.ended, steps, strict=True):
+            mass = canvas.log_masses.pop(name, None) if row.request.constraint is not None else None
             if tokens is None:
                 self._events.append(Failed(name, canvas.errors.get(name) or NonFiniteError(rows=[name])))
                 continue
@@ -157,10 +158,10 @@ class EventReporter:
                 self._report_text(row, len(tokens))
             short = len(tokens) < len(whole)  # the sampler chose the length
             reason: Literal["stop", "length"] = "length" if end is None and not short else "stop"
-            self._events.append(
-                Ended(name, tuple(kept), reason, row.forwards, tuple(whole) if self._record else (), tuple(own_steps))
-            )
+            shown = tuple(whole) if self._record else ()
+            self._events.append(Ended(name, tuple(kept), reason, row.forwards, shown, tuple(own_steps), mass))
         canvas.ended.clear()
+        canvas.log_masses.clear()
 
     def _align(self, rows: list[RunningRequest | None], now_BG: torch.Tensor) -> None:
         """Make the tensors match these rows. Entering rows start with their given tokens."""

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LogitsProcessor
 
 MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
+
+
+class TextConstraint(Protocol):
+    """Interface of a constraint on the whole text of a request. Objects of one class share a batch."""
+
+    def check(self, request: Request, length: int, plan: Any = None) -> None:
+        """Raise RowError or SettingError for a constraint that a text of at most `length` tokens cannot satisfy, or
+        that does not fit the `SamplingPlan` (None: an autoregressive model)."""
+
+    def decoder(self, canvas: Any, noise: Any, constraints: Mapping[Hashable, Any], *, edits: bool) -> Any:
+        """`constraints.TextDecoder` of a run of the engine. `constraints` has those of the running rows, by name."""
+
+    def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
+        """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
+
+    def draft(
+        self,
+        constraints: Sequence[Any],
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_AQV: torch.Tensor,
+        tokens_AQ: torch.Tensor,
+    ) -> torch.Tensor:
+        """[A, Q] tokens of DiffusionGemma's drafts after the rows' texts of at most `lengths` tokens: `tokens_AQ` if
+        they can be completed, else the most probable ones. A row's constraint may be None."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +51,7 @@ class Request:
         gen_length: number of new tokens; None: the engine's setting.
         seed: seed of the request's random numbers; None: drawn from torch's global random state.
         stream: report `Extended` and `Committed` events, if the engine has `stream=True`.
+        constraint: language that the request's text must belong to; see `dlm_bridge.structured`.
     """
 
     name: Hashable
@@ -29,6 +59,7 @@ class Request:
     gen_length: int | None = None
     seed: int | None = None
     stream: bool = True
+    constraint: TextConstraint | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +105,8 @@ class Ended:
             token. Only from an engine with `record=True`.
         steps: for each position of `canvas`, the request's forward pass that committed or last changed it, counted
             from 1; 0 at positions without a committed token. Only from an engine with `record=True`.
+        constraint_log_mass: of a request with a constraint, the sum over its committed masks of the logarithm of the
+            probability that the model gave to the feasible tokens, at the commit. From samplers that commit masks.
     """
 
     name: Any
@@ -82,6 +115,7 @@ class Ended:
     forwards: int
     canvas: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    constraint_log_mass: float | None = None
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,18 @@ class Noise:
         """Insert rows with these seeds before the others."""
         self._rows = torch.cat([_first_draws(seeds), self._rows])
 
-    def uniform(self, rows: Sequence[int], places_AN: torch.Tensor) -> torch.Tensor:
+    def uniform(self, rows: Sequence[int], places_AN: torch.Tensor, stream: int = 0) -> torch.Tensor:
         """float64 [A, N], the next draw of these rows, uniform on (0, 1), at these positions.
 
         Positions are counted from a row's first token. The number at a position does not depend on the other requested
-        positions.
+        positions. With a `stream` above 0, the numbers are further ones beside the rows' last draw, and not counted.
         """
         index = list(rows)
         seed_A1, draw_A1 = to_device(self._rows[index], self.device).split(1, dim=1)
-        self._rows[index] += torch.tensor([0, 1])
+        if stream:
+            draw_A1, places_AN = draw_A1 - 1, places_AN + (stream << 40)
+        else:
+            self._rows[index] += torch.tensor([0, 1])
         kernels = find_kernels("tokens", places_AN.device.type)
         evaluate = philox_uniform if kernels is None else kernels.philox_uniform
         uniform_AN: torch.Tensor = evaluate(seed_A1, draw_A1, places_AN)

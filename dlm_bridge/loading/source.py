@@ -18,7 +18,7 @@ from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, MissingExtraError, SettingError, printable
 from dlm_bridge.files.reading import opening, reading
-from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, from_hub, resolve
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, from_hub, quantization_method, resolve
 from dlm_bridge.loading.lazy import LazyWeights, NotInRangesError
 from dlm_bridge.loading.pretrained import (
     check_exists,
@@ -138,6 +138,8 @@ class ModelSource:
         check_exists(self.path)
         if (Path(self.path) / ADAPTER_CONFIG).is_file():
             raise SettingError("model", f"{self.path} is an adapter: set `adapter` to it, and `model` to its base")
+        if quantization_method(Path(self.path)) == "compressed-tensors":
+            raise CheckpointError(self.path, "its weights are quantised: train the checkpoint that it was made from")
 
     def _folder(self) -> Path:
         """Folder of a Hub model; a Hub id is downloaded."""

@@ -18,6 +18,7 @@ from dlm_bridge.exports.layers import QuantizedExperts, QuantizedLinear, is_gate
 from dlm_bridge.exports.loading import load_quantized
 from dlm_bridge.exports.schemes import SCHEMES, QuantizedWeight
 from dlm_bridge.loading import Placement, load_model
+from dlm_bridge.loading.source import ModelSource
 from tests.checkpoints import write_hub_folder, write_llada, write_tokenizer
 from tests.convert.helpers import run_cli
 from tests.exports.folders import export, stored, write
@@ -151,6 +152,9 @@ def test_what_does_not_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = export(source, tmp_path / "out", "int8")
     with refused(SettingError, "quantize", str(folder)):
         load_model(folder, quantize="fp8")
+    for load in (ModelSource(str(folder)).load, lambda: ModelSource(str(folder)).in_parts(True)):
+        with refused(CheckpointError, folder, "quantised"):
+            load()
     with refused(SettingError, "quantize", "nf4"):
         load_model(source, quantize="nf4")
     with refused(LayoutError, "device_map"):

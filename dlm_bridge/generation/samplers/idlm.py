@@ -105,6 +105,7 @@ class StridedRule(DenoisingRule):
     """Rule whose steps check drafts of `drafted` tokens and write the next ones; see `IDLMSampler`."""
 
     needs_prompt: ClassVar[bool] = True
+    keeps_text: ClassVar[bool] = True
 
     def __init__(self, drafted: int, alpha: float, *, tails: bool = False) -> None:
         self._drafted = drafted
@@ -122,7 +123,8 @@ class StridedRule(DenoisingRule):
         predictor.begin(rows)
         columns_AN = columns_from(predictor.firsts(rows), 1, canvas.tokens.device) + 1
         logits_ANV = context.constrain(predictor.prompt(rows), rows, columns_AN)
-        _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+        allowed_ANV = context.follow(rows, predictor.firsts(rows), columns_AN[:, 1:], logits_ANV)
+        _, tokens_AN = propose_tokens(allowed_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         canvas.put(rows, columns_AN, tokens_AN)
         context.report(rows, columns_AN, logits_ANV, final=True)
         return self._go_on(context, block, rows, torch.ones_like(tokens_AN[:, 0]))
@@ -141,7 +143,8 @@ class StridedRule(DenoisingRule):
         logits_at = predictor.run_block(rows, firsts, input_AQ, tail=count if self._tails else 0)
         columns_AN = columns_from(firsts, count + 1, canvas.tokens.device) + 1
         logits_ANV = context.constrain(logits_at(slice(0, count + 1)), rows, columns_AN)
-        shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+        allowed_ANV = context.follow(rows, firsts, drafts.tokens, logits_ANV)
+        shaped_ANV, tokens_AN = propose_tokens(allowed_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         places_AM = canvas.places(rows, columns_AN[:, :count])
         accepted_AM, corrected_AM = self._verify(
             context, rows, places_AM, shaped_ANV[:, :count], tokens_AN[:, :count], drafts

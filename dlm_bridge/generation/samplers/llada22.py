@@ -75,6 +75,7 @@ class LevenshteinRule(CommitRule):
     """
 
     edits = True
+    keeps_text = False  # tokens move
 
     def __init__(self, sampler: LLaDA22Sampler) -> None:
         self._sampler = sampler

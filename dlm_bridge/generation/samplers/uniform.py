@@ -89,6 +89,7 @@ class ResamplingRule(DenoisingRule):
     filters; a mask token, if the model has one, is not one of the N tokens."""
 
     edits = True
+    keeps_text = True
 
     def __init__(self, steps: int, process: NoiseProcess) -> None:
         self.steps = steps
@@ -154,6 +155,9 @@ class ResamplingRule(DenoisingRule):
         index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
         tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, now_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
+        if context.text is not None:
+            text_AN = context.text.finish(rows, block, logits, tokens_AN, context.sampling)
+            tokens_AN = torch.where((index_A == self.steps - 1)[:, None], text_AN, tokens_AN)
         tokens_AN = tokens_AN.masked_fill(tokens_AN == mask, MASK)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
         context.report(rows, block, logits, final=False)

@@ -1,0 +1,1 @@
+"""Planning: who holds what, memory, recommendation."""
