@@ -180,6 +180,7 @@ class Bench:
         self.gpus = visible_gpus()
         self.processes: set[tuple[subprocess.Popen[str], bool]] = set()
         self.lock = threading.Lock()
+        self.converting = {name: threading.Lock() for name in FORMS}
         for folder in (self.parts, self.rows, self.folder / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
@@ -304,7 +305,7 @@ class Bench:
 
     def converted(self, name: str, form: Form, gpu: str | None) -> Path:
         folder = self.folder / "models" / name
-        with self.lock:
+        with self.converting[name]:
             if not (folder / "config.json").exists():
                 words = ["convert-to-dlm", self.options.model, folder, "--to", form.kind, "--overwrite"]
                 words += [] if form.block is None else ["--block-size", form.block]
@@ -337,6 +338,7 @@ class Bench:
         for metrics in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
             seconds += (metrics["tokens"] - before) / metrics["tokens_per_s"]
             before = metrics["tokens"]
+        print(f"{name}: {steps} steps in {seconds:.0f} s", flush=True)
         peak = round((metrics.get("peak_memory") or 0) / 2**30, 1)
         loss = metrics.get("eval_loss")
         return {"steps": steps, "train_s": round(seconds, 1), "peak_gib": peak, "held_out_loss": loss}
@@ -402,7 +404,7 @@ class Bench:
         found = {}
         for name, rows in sets.items():
             said = [conversation(row["question"], CALCULATOR.sub("", row["answer"])) for row in rows]
-            if name == "train":  # all held-out and test problems are measured
+            if name != "test":  # all test problems are measured
                 said = [row for row in said if fits(tokenizer, row, limit)]
             found[name] = len(said)
             write(self.rows / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in said))

@@ -264,8 +264,8 @@ class ToDlmSettings(NewModelSettings):
     Args:
         mask_token: text of the mask token, which is added to the tokenizer if it is new. None: the tokenizer's own
             mask token, or else <|mask|>.
-        to: form ("bidirectional", "shifted", "block-causal", "idlm" or "nemotron"), or the name of a target family;
-            None: the first of `to_dlm.TARGETS`.
+        to: form ("bidirectional", "shifted", "block-causal", "block-causal-shifted", "idlm" or "nemotron"), or the
+            name of a target family; None: "idlm".
         block_size: block size of a block-causal model, or with "idlm" the number of masks after a token; None: the
             source's, or else the target family's.
     """
@@ -278,13 +278,13 @@ class ToDlmSettings(NewModelSettings):
     )
     to: str | None = option(
         None,
-        "Form of the result: bidirectional, shifted, block-causal, idlm, nemotron, or a family's name.",
+        "Form: idlm (default), block-causal, bidirectional, shifted, block-causal-shifted, nemotron; or a family.",
         metavar="FORM",
         common=True,
     )
     block_size: int | None = option(
         None,
-        "Block size (default: block-causal 4, nemotron 32); of idlm the number of masks after a token (1).",
+        "Block size. Default: block-causal 4, block-causal-shifted and nemotron 32; idlm: 3, masks after a token.",
         metavar="N",
         minimum=1,
         common=True,

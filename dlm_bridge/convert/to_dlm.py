@@ -30,6 +30,7 @@ from dlm_bridge.models.special_tokens import aligned_ids
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
+IDLM_MASKS = 3  # masks after a token, as measured (docs/adaptation.md); the published config's default is 1
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _WITHOUT_BLOCKS = ("masked", "shifted")  # objectives
 _FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
@@ -114,8 +115,11 @@ class _DiffusionCheckpoint(ConvertedCheckpoint):
         self._token, self._seed = token, seed
         texts = dict(token.files)
         config = _config(source, target, token)
+        if block_size is None and target.is_any_of(("idlm",)) and "block_size" not in config:
+            block_size = IDLM_MASKS
         if block_size is not None:
-            config["block_size"] = block_size
+            names = getattr(target.load("config_class"), "attribute_map", {})
+            config[names.get("block_size", "block_size")] = block_size
         if GENERATION in source.hub.files:
             values = _generation(source.folder / GENERATION)
             texts[GENERATION] = json_bytes(values | aligned_ids(values, token.special, source.config))

@@ -1,8 +1,8 @@
 """Specs of the diffusion forms of autoregressive families, the targets of `convert-to-dlm`.
 
-Each family has six forms: bidirectional, bidirectional with shifted logits, block-causal, block-causal with shifted
-logits (Fast-dLLM v2's), I-DLM's, which stays causal and predicts the masks after a token, and
-Nemotron-Labs-Diffusion's, which denoises blocks after a causal context.
+Each family has six forms: bidirectional and block-causal, both also with shifted logits (the latter Fast-dLLM v2's),
+I-DLM's, which stays causal and predicts the masks after a token, and Nemotron-Labs-Diffusion's, which denoises blocks
+after a causal context.
 Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published
 family with the same form (`PUBLISHED`) replaces it.
 """
@@ -51,16 +51,11 @@ class Form:
         return self.word.replace("-", "_")
 
 
-FORMS = (
+FORMS = (  # the first is the default of convert-to-dlm
     Form(
-        "bidirectional",
-        "BidirectionalLM",
-        {"objective": "masked", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "mdlm"}},
-    ),
-    Form(
-        "shifted",
-        "ShiftedLM",
-        {"shift": True, "objective": "shifted", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "dream"}},
+        "idlm",
+        "IntrospectiveLM",
+        {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
     ),
     Form(
         "block-causal",
@@ -73,6 +68,16 @@ FORMS = (
         },
     ),
     Form(
+        "bidirectional",
+        "BidirectionalLM",
+        {"objective": "masked", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "mdlm"}},
+    ),
+    Form(
+        "shifted",
+        "ShiftedLM",
+        {"shift": True, "objective": "shifted", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "dream"}},
+    ),
+    Form(
         "block-causal-shifted",
         "BlockCausalShiftedLM",
         {
@@ -83,18 +88,13 @@ FORMS = (
             "sampler": {"algorithm": "fast_dllm_v2", "threshold": 0.9},
         },
     ),
-    Form(
-        "idlm",
-        "IntrospectiveLM",
-        {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
-    ),
     Form("nemotron", "HybridLM", {"objective": "nemotron", "sampler": {"algorithm": "nemotron"}}),
 )
 
 # Published families with the tensors of an autoregressive family, by form.
 PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {"bidirectional": "a2d_llama"},
-    "qwen2": {"bidirectional": "a2d_qwen2"},
+    "qwen2": {"bidirectional": "a2d_qwen2", "block-causal-shifted": "fast_dllm_v2"},
     "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar", "idlm": "idlm"},
     "qwen3_moe": {"shifted": "rnd1", "block-causal": "sdar_moe"},
     "bailing_moe_v2": {"block-causal": "llada2_moe"},
@@ -104,7 +104,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
 def forms_of(family: FamilySpec) -> dict[str, str]:
     """Names of the diffusion families with the body of an autoregressive one, by form; the default form first."""
     published = PUBLISHED.get(family.name, {})
-    return published | {form.word: f"{family.name}_{form.name}" for form in FORMS if form.word not in published}
+    return {form.word: published.get(form.word, f"{family.name}_{form.name}") for form in FORMS}
 
 
 def _derived(body: FamilySpec, form: Form) -> FamilySpec:

@@ -227,7 +227,7 @@ def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "to", "family", "task"),
     [
-        ("qwen3", None, "a2d_qwen3", "pretrain"),
+        ("qwen3", None, "idlm", "pretrain"),
         ("mixtral", "block-causal", "mixtral_block_causal", "sft"),
         ("gemma2", "shifted", "gemma2_shifted", "sft"),
         ("gpt-oss", "bidirectional", "gpt_oss_bidirectional", "sft"),
@@ -273,7 +273,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert_to_dlm(source, tmp_path / "dlm")
     with pytest.raises(DlmBridgeError, match="overwrite"):
         convert_to_dlm(source, tmp_path / "dlm")
-    with refused(SettingError, "source", "a2d_qwen3"):
+    with refused(SettingError, "source", "idlm"):
         convert_to_dlm(tmp_path / "dlm", out)
     (source / "tokenizer.json").write_text("{")
     with refused(CheckpointError, source / "tokenizer.json"):
@@ -369,7 +369,7 @@ def test_ling_s_multi_token_prediction_layers_are_left_out(tmp_path: Path) -> No
     config = json.loads((source / "config.json").read_text())
     del config["routed_scaling_factor"]
     (source / "config.json").write_text(json.dumps(config))
-    report = convert_to_dlm(source, tmp_path / "dlm", block_size=8)
+    report = convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
     assert any("1 multi-token prediction layers" in note for note in report.notes)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm").eval()
     assert (type(model).__name__, model.config.block_size) == ("LLaDA2MoeModelLM", 8)
@@ -382,6 +382,13 @@ def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
     source = write(BY_LABEL["mistral"], tmp_path / "ar")
     convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm").block_size == 8
+    qwen2 = write(FIRST["qwen2"], tmp_path / "qwen2")
+    convert_to_dlm(qwen2, tmp_path / "fast", to="block-causal-shifted", block_size=8)
+    assert json.loads((tmp_path / "fast" / "config.json").read_text())["bd_size"] == 8  # the published key
+    for family in ("mistral", "qwen3"):  # the default form, derived and published
+        convert_to_dlm(write(FIRST[family], tmp_path / f"ar_{family}"), tmp_path / f"idlm_{family}")
+        made = transformers.AutoConfig.from_pretrained(tmp_path / f"idlm_{family}")
+        assert (made.family.objective, made.block_size) == ("idlm", 3)
     with refused(SettingError, "block_size", "mistral_shifted"):
         convert_to_dlm(source, tmp_path / "out", to="shifted", block_size=8)
     with refused(SettingError, "block_size", "0"):
@@ -444,8 +451,11 @@ def test_greedy_text_of_the_causal_forms_is_the_autoregressive_models(family: st
     assert trained.isfinite()
 
 
-@pytest.mark.parametrize(("form", "published"), [("idlm", "idlm"), ("nemotron", "nemotron_labs_diffusion")])
+@pytest.mark.parametrize(
+    ("form", "published"),
+    [("block_causal_shifted", "fast_dllm_v2"), ("idlm", "idlm"), ("nemotron", "nemotron_labs_diffusion")],
+)
 def test_a_form_is_trained_and_sampled_as_the_published_family(form: str, published: str) -> None:
     made, known = family_by_name(f"llama_{form}"), family_by_name(published)
-    for name in ("attention_pattern", "shift", "objective", "sft", "sampler"):
+    for name in ("attention_pattern", "shift", "objective", "sampler"):
         assert getattr(made, name) == getattr(known, name), name

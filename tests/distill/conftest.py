@@ -19,7 +19,7 @@ from dlm_bridge.train.distill.trainer import DistillTrainer, assembled, train
 from dlm_bridge.train.setup import RunStart
 from tests.rl.conftest import read_metrics, write_llama
 
-FORMS = ("bidirectional", "shifted", "block-causal", "idlm", "nemotron")
+FORMS = ("bidirectional", "shifted", "block-causal", "block-causal-shifted", "idlm", "nemotron")
 ROWS = [("ab", "cde"), ("b", "fghab"), ("ccd", "ef"), ("da", "ghgh")]
 
 
@@ -36,7 +36,7 @@ def forms(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     def form(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("forms") / name
-            size = {"block-causal": 4, "idlm": 3, "nemotron": 4}.get(name)
+            size = {"block-causal": 4, "block-causal-shifted": 4, "idlm": 3, "nemotron": 4}.get(name)
             more = {} if size is None else {"block_size": size}
             convert_to_dlm(parent, made[name], to=name, mask_token="<mask>", **more)
         return made[name]

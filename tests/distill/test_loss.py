@@ -30,6 +30,7 @@ CASES = [
     ("block-causal", {"lora_rank": 0, "parent": True, "divergence": "reverse"}),
     ("block-causal", {"lora_rank": 0, "parent": True, "packing": True}),
     ("block-causal", {"parent": True, "micro_batch_size": 2}),
+    ("block-causal-shifted", {}),
     ("idlm", {}),
     ("idlm", {"lora_mask_only": True}),
     ("idlm", {"auto_balance": True}),
@@ -95,7 +96,7 @@ def by_hand(
         stream, place = divmod(column, length)
         shifted = objective.shift or (stream == 1)
         token = place + 1 if shifted else place
-        p = distribution(parents[row][token - 1])
+        p = distribution(parents[row % len(parents)][token - 1])  # complements: each text has two rows
         q = distribution(logits[row, column])
         losses.append(distance(p, q, trainer.config.distill.divergence))
     losses_M = torch.stack(losses)
