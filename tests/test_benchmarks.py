@@ -177,7 +177,8 @@ SLOW = (
     Case(
         "adaptation_forms.py",
         "--model {out}/model --data {out}/data --output {out}/forms --jobs 1 --lrs 1e-3 --epochs 1 1 1 --keep 2 "
-        "--finalists 1 --infilling-epochs 1 --batch 4 --problems 4 --new-tokens 32 --forms " + " ".join(ADAPTATION_FORMS),
+        "--finalists 1 --infilling-epochs 1 --batch 4 --problems 4 --new-tokens 32 --forms "
+        + " ".join(ADAPTATION_FORMS),
         (
             *(rf'^{{"part": "{form}_0.001_1", .*"tokens_per_pass": {NUMBER}' for form in ADAPTATION_FORMS),
             r'^{"part": "twin_0.001_1_test", .*"problems": "test".*"of": 5, ', r'^{"form": .*"ratio_to_twin": ',
