@@ -76,7 +76,7 @@ INTERRUPTED = (
         Case(("inspect", "{llada}"), "dlm_bridge.convert.inspect.inspect_checkpoint", suppressed=True),
         marks=pytest.mark.slow,
     ),
-    Case(("verify", "{megatron}", "{llada}"), "dlm_bridge.convert.verify._compare_tensors"),
+    Case(("verify", "{megatron}", "{llada}"), "dlm_bridge.convert.verify.compare_tensors"),
     Case(
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
         "dlm_bridge.data.indexed.IndexedWriter.add",
