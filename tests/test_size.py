@@ -16,8 +16,8 @@ import walk
 # - 34,690: several nodes: how ranks meet, a locked and shared output folder, checkpoints as all ranks see them.
 # - 35,750: length, precision and learning rate by default, early stopping, a run's summary, trackers, a push at
 #   its end, --nproc-per-node, presets, -v and -q, .metadata written without torch.distributed.
-# - 36,260: the hook of text constraints and log probabilities at commits, hooks of quantised weights and of GGUF files,
-#   mask tails, Fast-dLLM v2's form of every autoregressive family, objectives that import torch on first use.
+# - 36,260: hooks of text constraints, log probabilities at commits, quantised weights and GGUF files; mask tails;
+#   Fast-dLLM v2's form of every autoregressive family; objectives that import torch on first use.
 CORE = 36_260
 
 
