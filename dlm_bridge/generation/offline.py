@@ -147,23 +147,16 @@ def compile_constraint(
         SettingError, RowError: the constraint is invalid, no text of the maximum length satisfies it, or the sampler
             cannot keep it. `name`: the prompt's name in errors.
     """
-    compiled = load("features", "constraint for a model")
     if is_diffusion(model):
         found = resolve_settings(model, None, settings, prompt_width=len(prompt))
-        bound: TextConstraint = compiled(
-            constraint,
-            tokenizer,
-            vocabulary_size=found.limits.vocabulary_size,
-            mask_token_id=found.limits.mask_token_id,
-            eos_token_ids=found.eos_token_ids or found.end_token_ids,
-            pad_token_id=found.pad_token_id,
-        )
+        bound: TextConstraint
+        (bound,) = load("features", "constraint")(constraint, tokenizer, found, 1)
         bound.check(Request(name, prompt), found.limits.gen_length, SamplingPlan.of(found, None, len(prompt)))
         return bound
     if gemma.is_gemma(model) and not gemma.supports_drafts(model, call_keywords(model, settings)):
         raise SettingError("constraint", "transformers' loop for DiffusionGemma cannot keep it")
     ends = autoregressive.end_tokens(model, settings) or autoregressive.end_tokens(model, {})
-    bound = compiled(
+    bound = load("features", "constraint for a model")(
         constraint,
         tokenizer,
         vocabulary_size=model.config.get_text_config().vocab_size,
