@@ -4,7 +4,6 @@ from dlm_bridge.registration import Extension
 
 EXTENSION = Extension(
     "structured",
-    extra="dlm-bridge[structured]",
     features={
         "constraint": "dlm_bridge.structured.decoding:compiled_constraints",
         "constraint for a model": "dlm_bridge.structured.requests:compile_for_model",
