@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ IMPORT = re.compile(r"^(?:from|import) dlm_bridge\.(train\.\w+|\w+)(?: import (\
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, help="a page whose table of test runs gets the row of this one")
     parser.addoption("--core", action="store_true", help="only tests that need no extension")
+    parser.addoption("--minutes", type=float, help="skip the tests that would start later than this")
+    parser.addoption("--order", help="any text: files in an order that depends on it, so that others are reached")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("order"):
+        config.option.loadscopereorder = False  # pytest-xdist would send the largest files first
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -72,6 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if lacking & _needed(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    order = config.getoption("order")
+    if order:
+        items.sort(key=lambda item: zlib.crc32(f"{order} {item.path.relative_to(ROOT)}".encode()))
 
 
 def _needed(item: pytest.Item) -> set[str]:
@@ -119,6 +130,9 @@ def _report_row(config: pytest.Config, stats: dict[str, list[Any]]) -> tuple[str
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.time() - BEGAN > 60 * minutes:
+        pytest.skip(f"not reached in {minutes:g} minutes")
     for marker, wanted in (("gpu", 1), ("gpu2", 2)):
         found = item.get_closest_marker(marker)
         if found is not None and "optional" not in found.kwargs and torch.cuda.device_count() < wanted:
