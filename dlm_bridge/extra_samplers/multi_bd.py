@@ -96,7 +96,7 @@ class MultiBDSampler(Sampler):
         # Whole buffers, also where the first block is the last one with new tokens.
         spare = self.buffer_size * self.block_length - 1
         return SamplerSpec(
-            layout=BlockLayout(None, spare=spare),
+            layout=BlockLayout(None, spare=spare, multiple=self.block_length),
             rule=BlockBufferRule(
                 self.block_length,
                 self.buffer_size,
