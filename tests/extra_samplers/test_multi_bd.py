@@ -13,10 +13,13 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import Ended, Request
+from dlm_bridge.generation.runtime import runner
+from dlm_bridge.generation.runtime.graphs import BodyInputs
 from tests.extra_samplers.test_recorded_samplers import NeverMask
 from tests.families.case import FamilyCase, some_slow
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_caches import WITH_BLOCK_CACHE, load_case
+from tests.generation.test_varlen import packed_calls  # noqa: F401  a fixture
 from tests.refusals import refused
 
 BLOCK = 4
@@ -120,7 +123,7 @@ SDAR = next(case for case in UNSHIFTED if case.spec.name == "sdar")
 
 @pytest.mark.parametrize("case", some_slow(UNSHIFTED, *(case.id for case in UNSHIFTED if case is not SDAR)))
 def test_the_block_cache_changes_no_token(case: FamilyCase, tmp_path: Path) -> None:
-    """In float32. Rows with no whole block, some, and only whole blocks in their prompts; also rows that enter later."""
+    """Float32; prompts with no whole block, with some, and with nothing else; also rows that enter later."""
     model, mask = load_case(case, tmp_path)
     model, block = model.float(), model.config.block_size
     settings: dict[str, Any] = {"algorithm": "multi_bd", "buffer_size": 2, "threshold": 0.3, "temperature": 0.0}
@@ -187,3 +190,26 @@ def test_it_takes_no_shifted_model() -> None:
     model = StandIn(family("block_causal", shift=True, algorithm="fast_dllm_v2"), block_size=BLOCK)
     with refused(SettingError, "algorithm", "multi_bd", "unshifted"):
         generate(model, torch.tensor([[1, 2]]), algorithm="multi_bd", gen_length=4)
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+def test_rows_run_without_their_padding(
+    cache: str,
+    packed_calls: list[BodyInputs],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU in half precision: prompts of different lengths or, without a cache, whole rows."""
+    model, mask = load_case(SDAR, tmp_path)
+    tokens = torch.randint(4, 60, (3, 19), generator=torch.Generator().manual_seed(5))
+    real = torch.arange(19) >= 19 - torch.tensor([3, 19, 10])[:, None]
+    settings = {"algorithm": "multi_bd", "buffer_size": 2, "threshold": 0.3, "temperature": 0.0, "cache": cache}
+    settings |= {"gen_length": 12, "mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
+    found = generate(model, tokens, attention_mask=real.long(), **settings)
+    assert len(packed_calls) == 1 or cache == "none"
+    assert all(inputs.blocks is not None and inputs.attended is None for inputs in packed_calls)
+    packed_calls.clear()
+    monkeypatch.setattr(runner, "supports_packing", lambda model: False)
+    expected = generate(model, tokens, attention_mask=real.long(), **settings)
+    assert not packed_calls
+    assert torch.equal(found, expected)
