@@ -10,6 +10,7 @@ EXTENSION = Extension(
         "llada2.1": "dlm_bridge.extra_samplers.llada21:LLaDA21Sampler",
         "linear_spec": "dlm_bridge.extra_samplers.linear_spec:LinearSpecSampler",
         "hierarchical": "dlm_bridge.extra_samplers.hierarchical:HierarchicalSampler",
+        "multi_bd": "dlm_bridge.extra_samplers.multi_bd:MultiBDSampler",
         "multi_block": "dlm_bridge.extra_samplers.multi_block:MultiBlockSampler",
         "wino": "dlm_bridge.extra_samplers.wino:WINOSampler",
         "credit": "dlm_bridge.extra_samplers.credit:CreditSampler",

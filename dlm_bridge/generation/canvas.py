@@ -78,6 +78,8 @@ class BlockLayout:
         closing: token that is placed in the last new column from the start.
         first_masks: number of new tokens at the start, at most `gen_length`; rows then grow and shrink
             (`Canvas.resize`). None: rows have a fixed length.
+        multiple: a single block begins at a multiple of this, counted from the row's first token, at or before the end
+            of the prompt.
     """
 
     block_length: int | None
@@ -85,6 +87,7 @@ class BlockLayout:
     spare: int = 0
     closing: int | None = None
     first_masks: int | None = None
+    multiple: int = 1
 
 
 def cache_columns(layout: BlockLayout, max_length: int) -> int:
@@ -542,7 +545,7 @@ class Canvas:
         """Number of columns of the row before its first block; negative if the block starts before the row."""
         length, block = len(row.prompt), self._layout.block_length
         if block is None:
-            return 0 if self.infill else length
+            return 0 if self.infill else length - length % self._layout.multiple
         if self._layout.aligned:
             return 0 if self.infill else length // block * block
         return -(-length % block) if self.infill else length

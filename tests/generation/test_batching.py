@@ -220,6 +220,10 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
             *("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
             marks=pytest.mark.extension("extra_samplers"),
         ),
+        pytest.param(
+            *("sdar", {"algorithm": "multi_bd", "buffer_size": 2, "threshold": 0.2, "cache": "block"}),
+            marks=pytest.mark.extension("extra_samplers"),
+        ),
         ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
         ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
         ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block"}),

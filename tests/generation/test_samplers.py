@@ -69,6 +69,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "hierarchical": (family(algorithm="hierarchical"), {}, {"block_length": 6, "threshold": 0.5}),
     "hierarchical-blocks": (family("block_causal", algorithm="hierarchical"), BLOCK, {"threshold": 0.5}),
     "credit-blocks": (family("block_causal", algorithm="credit"), BLOCK, {"threshold": 0.5}),
+    "multi_bd": (
+        family("block_causal", algorithm="multi_bd"),
+        BLOCK,
+        {"buffer_size": 3, "threshold": 0.3, "semi_complete_threshold": 0.5},
+    ),
     "multi_block": (family(shift=True, algorithm="multi_block"), {}, {"block_length": 4, "entropy_threshold": 1.0}),
     "wino": (family(algorithm="wino"), {}, {"block_length": 6, "threshold": 0.1, "threshold_back": 0.5}),
     "credit": (family(shift=True, algorithm="credit"), {}, {"block_length": 6, "threshold": 0.5}),
