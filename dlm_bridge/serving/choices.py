@@ -113,9 +113,9 @@ class Choice:
         return "".join(self._pieces)
 
     @property
-    def infills(self) -> list[str] | None:
-        """Text in place of each run of masks; None if a sampler changed the number of tokens of several runs, which
-        then cannot be located."""
+    def runs(self) -> list[tuple[int, int]] | None:
+        """First token, and the one after the last, in place of each run of masks; None if a sampler changed the number
+        of tokens of several runs, which then cannot be located."""
         runs, place = [], 0
         for is_mask, run in groupby(self.prompt, lambda token: token == MASK):
             length = len(list(run))
@@ -127,7 +127,13 @@ class Choice:
             runs = [(begin, max(len(self.tokens) - (len(self.prompt) - end), begin))]
         elif len(self.tokens) != len(self.prompt):
             return None
-        return [self._decode(self.tokens[begin:end]) for begin, end in runs]
+        return runs
+
+    @property
+    def infills(self) -> list[str] | None:
+        """Text in place of each of the `runs`."""
+        runs = self.runs
+        return None if runs is None else [self._decode(self.tokens[begin:end]) for begin, end in runs]
 
     @property
     def scores(self) -> list[TokenScore]:

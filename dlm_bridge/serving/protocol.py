@@ -363,10 +363,16 @@ class _Infill(Body):
     prompt: str | None = Field(None, description="a text with masks, [MASK] or [MASK:n]")
     prefix: str | None = Field(None, description="a text")
     suffix: str | None = Field(None, description="a text")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+    )
 
     @property
     def prompts(self) -> dict[str, Any]:
         """Arguments of `TextRequest`. Raises RequestError for fields that do not say what to fill in."""
+        return {**self._filled(), "infill": True, "logprobs": self.logprobs}
+
+    def _filled(self) -> dict[str, Any]:
         length = self.max_tokens or self.max_completion_tokens
         if self.stop:
             raise RequestError("stop is not supported: the length of the masks is given", param="stop")
@@ -376,11 +382,11 @@ class _Infill(Body):
                     raise RequestError(
                         "set prompt (a text with [MASK] or [MASK:n]), or prefix, suffix and max_tokens", param=name
                     )
-            return {"prompts": [InfillPrompt(self.prefix or "", self.suffix or "", length or 1)], "infill": True}
+            return {"prompts": [InfillPrompt(self.prefix or "", self.suffix or "", length or 1)]}
         for name, value in (("prefix", self.prefix), ("suffix", self.suffix), ("max_tokens", length)):
             if value is not None:
                 raise RequestError(f"{name} excludes prompt, in which [MASK:n] stands for n tokens", param=name)
-        return {"prompts": [self.prompt], "infill": True}
+        return {"prompts": [self.prompt]}
 
 
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
@@ -401,7 +407,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
 def parse_infill(raw: bytes) -> TextRequest:
     """Validate the body of a request to fill in masks. Raises RequestError as `parse_request`."""
     unsupported = {name: found for name, found in UNSUPPORTED.items() if name != "suffix"}
-    unsupported |= {"logprobs": ((None, False), "omit it"), "dlm": ((None, False), "omit it")}
+    unsupported |= {"dlm": ((None, False), "omit it")}
     fields, name, spans = read_fields(raw), "structured_outputs", ()
     if isinstance(fields.get(name), list):  # one constraint per span
         read = extension("structured output", name).read_constraint
@@ -681,9 +687,18 @@ class InfillBodies(AnswerBodies):
         """Body with the whole text of each choice, and the text in place of each run of masks."""
         found = []
         for index, choice in enumerate(choices):
-            found.append({"index": index, "text": choice.text, "infills": choice.infills, "finish_reason": "stop"})
+            found.append({"index": index, "text": choice.text, **self.filled(choice), "finish_reason": "stop"})
         head = {"id": f"infill-{self.id}", "object": "infill", "created": self.created, "model": self.model}
         return {**head, "choices": found, "usage": self.usage(choices)}
+
+    def filled(self, choice: Choice) -> dict[str, Any]:
+        """The text in place of each run of masks and, if asked for, the log probabilities of its tokens."""
+        found: dict[str, Any] = {"infills": choice.infills}
+        if self.request.logprobs is not None:
+            runs = choice.runs
+            scores = None if runs is None else [choice.scores[begin:end] for begin, end in runs]
+            found["logprobs"] = scores and [{"content": self.content_logprobs(own)} for own in scores]
+        return found
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Token counts: the texts' tokens include those of the prompt."""

@@ -363,7 +363,7 @@ class _Routes:
                     "finish_reason": "stop" if infill else reason,
                     "tokens": choice.tokens,
                     "text": choice.text,
-                    **({"infills": choice.infills} if infill else {}),
+                    **(call.answer.filled(choice) if isinstance(call.answer, InfillBodies) else {}),
                 }
         yield {"type": "usage", **call.answer.usage(call.choices)}
         yield "[DONE]"
