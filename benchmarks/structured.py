@@ -309,8 +309,8 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
     accepted = [row for row in rows if "refused" not in row]
     wrong = sum(any("INVALID" in problem for problem in problems(row)) for row in rows)
     print(
-        f"schemas {len(rows)}, accepted {len(accepted)} ({len(accepted) / max(len(rows), 1):.1%}), with an invalid text "
-        f"{wrong}"
+        f"schemas {len(rows)}, accepted {len(accepted)} ({len(accepted) / max(len(rows), 1):.1%}), "
+        f"with an invalid text {wrong}"
     )
     for name, key, of in (
         ("CPU seconds", "seconds", rows),
