@@ -329,7 +329,8 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
             cells = []
             for length in LENGTHS:
                 states = [each[length] for each in texts if length in each]
-                cells.append(f"{states.count(VALID)} of {len(states) - states.count(TOO_SHORT)}")
+                if states:
+                    cells.append(f"{length} {states.count(VALID)} of {len(states) - states.count(TOO_SHORT)}")
             print(f"| {sampler} | {' | '.join(cells)} |")
 
 
