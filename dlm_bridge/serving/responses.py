@@ -123,8 +123,7 @@ class _Response(Body):
     @property
     def prompts(self) -> dict[str, Any]:
         """Arguments of `TextRequest`."""
-        items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        messages = _messages(items)
+        messages = _messages([_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if self.top_logprobs and not self.include:
@@ -236,7 +235,7 @@ class ResponseBodies(AnswerBodies):
         calls: Sequence[dict[str, Any]] = (),
     ) -> list[dict[str, Any]]:
         """Events with a piece of the text, and with new calls."""
-        events = []
+        events: list[dict[str, Any]] = []
         if text or self.request.tools is None:
             events += [] if self._began else self._begin_message()
             logprobs = self._scores(scores)
@@ -251,7 +250,8 @@ class ResponseBodies(AnswerBodies):
     def last(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """Events after the text."""
         (choice,) = choices
-        response, events = self._response(choice), []
+        response = self._response(choice)
+        events: list[dict[str, Any]] = []
         if not self._ended and (self._began or not choice.calls):
             events += [] if self._began else self._begin_message()
             events += self._end_message(choice.text, _status(choice), choice.scores)

@@ -252,7 +252,7 @@ def read_form(prompt: str, constraints: str) -> Any:
             "constraint", f"has {counted(len(lines), 'line')} for {counted(len(texts) - 1, 'mask')}: one for each"
         )
     read = load("features", "structured output").read_constraint
-    parts = []
+    parts: list[Any] = []
     for number, line in enumerate([*lines, *[""] * (len(texts) - 1 - len(lines))], 1):
         value: Any = {"regex": line} if line.strip() else ANYTHING
         if line.lstrip().startswith("{"):
