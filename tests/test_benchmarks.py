@@ -118,9 +118,10 @@ FAST = (
         cuda=True, environment={"TRITON_INTERPRET": "1"},
     ),
     Case(
-        "structured.py", "{out}/schemas --tokenizer {out} --sample 3 --walks 2 --tokens 20",
+        "structured.py",
+        "{out}/schemas --tokenizer {out} --sample 3 --walks 2 --tokens 20 --texts --lengths D D+1 --rows {out}/rows",
         (r"^b/two.json: refused: .*#/contains", r"^schemas 3, accepted 2 \(66.7%\), with an invalid text 0",
-         rf"^CPU seconds: median {NUMBER}", r"^ +1 this keyword"),
+         rf"^CPU seconds: median {NUMBER}", r"^ +1 this keyword", r"^\| idlm \| D 2 of 2 \| D\+1 2 of 2 \|$"),
     ),
 )  # fmt: skip
 SLOW = (

@@ -165,6 +165,8 @@ class Canvas:
         ended: (name, tokens) of rows that have left since the caller last emptied the list, with at most `gen_length`
             new tokens; tokens are None for a failed row.
         cancelled: names of rows that take no further step and leave without a result.
+        moved: [A, N], while observers are called: the previous place among the columns of the token in each column;
+            None: no token has moved.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Canvas:
         self.errors: dict[Hashable, RowError] = {}
         self.ended: list[tuple[Hashable, list[int] | None]] = []
         self.cancelled: set[Hashable] = set()
+        self.moved: torch.Tensor | None = None
         self.cache_width, self.shares_blocks, self.infill = cache_width, shares_blocks, infill
         self.grows = layout.first_masks is not None
         self._layout = layout

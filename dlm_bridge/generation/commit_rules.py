@@ -126,9 +126,18 @@ class SamplerContext:
             return logits_ANV
         return self.text.follow(rows, [last + 1 for last in lasts], drafts_AM, logits_ANV)
 
-    def report(self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, *, final: bool) -> None:
+    def report(
+        self,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        *,
+        final: bool,
+        moved: torch.Tensor | None = None,
+    ) -> None:
         """Count a forward pass that predicted these columns, and call the observers, after the commit. `final`:
-        committed tokens do not change any more."""
+        committed tokens do not change any more. `moved`: see `Canvas`."""
+        self.canvas.moved = moved
         self.row_forwards += len(rows)
         own, self.unconstrained = self.unconstrained, None
         for observer in self.observers:
@@ -208,6 +217,7 @@ class CommitRule(DenoisingRule):
     """
 
     keeps_text = True
+    moved: torch.Tensor | None = None  # of the last `write`, see `Canvas`
     exact = False  # True: `select` commits exactly `num_transfer_tokens`, so the host need not read the progress
     # Attributes that only `begin` reads. Rows whose rules differ only in these share a continuous batch.
     planning: ClassVar[tuple[str, ...]] = ()
@@ -281,7 +291,7 @@ class CommitRule(DenoisingRule):
             least = None if alone else step.num_transfer_tokens
             tokens = context.text.commit(rows, columns, tokens, step.logits, least)
         canvas.put(selected, columns, tokens)
-        context.report(rows, columns, logits, final=not self.edits)
+        context.report(rows, columns, logits, final=not self.edits, moved=self.moved)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
             unfinished = canvas.read_unfinished(selected, block, context.read, partial(self.continues, step))

@@ -168,6 +168,8 @@ class GemmaEngine:
         stream: report `Committed` and `Extended` of requests that stream, when a draft is committed.
         on_draft: called after each step with the best tokens [A, Q] of all drafts, or with their logits [A, Q, V] if
             its attribute `_takes_logits` is true.
+        observers: their `draft` is called for each completed draft, with the request's name, the position of its first
+            token, its tokens and their logits [Q, V].
 
     Raises:
         SettingError: the sampler does not have the setting, or its value is invalid.
@@ -182,8 +184,10 @@ class GemmaEngine:
         max_rows: int,
         stream: bool = False,
         on_draft: Any = None,
+        observers: Sequence[Any] = (),
     ) -> None:
         self._model = unwrapped(model)
+        self._observers = observers
         self._given = gemma_keywords(model, settings)
         self._rows = max_rows
         self._stop = stop_condition(model, tokenizer, settings)
@@ -199,6 +203,7 @@ class GemmaEngine:
         self._unread: list[_Row] = []  # rows with tokens that the encoder has not read
         self._running: list[_Row] = []  # rows of the drafts
         self._drafts: _Drafts | None = None
+        self._logits: Any = None  # [A, Q, V] of the last step, for the observers
 
     @property
     def idle(self) -> bool:
@@ -253,8 +258,10 @@ class GemmaEngine:
             self._on_draft(self._drafts.logits.cpu() if logits else self._drafts.best.cpu())
         if not any(ended_A):
             return events
-        for row, ended, best in zip(self._running, ended_A, self._drafts.best.tolist(), strict=True):
-            if ended:
+        for place, (row, best) in enumerate(zip(self._running, self._drafts.best.tolist(), strict=True)):
+            if ended_A[place]:
+                for observer in self._observers:
+                    observer.draft(row.request.name, len(row.new), best, self._logits[place])
                 events += self._committed(row, best)
         self._keep([place for place, ended in enumerate(ended_A) if not ended])
         over = {event.name for event in events if isinstance(event, Ended)}
@@ -331,6 +338,7 @@ class GemmaEngine:
             self_conditioning_logits=drafts.logits,
             self_conditioning_mask=None if drafts.logits is None else drafts.conditioned,
         ).logits
+        self._logits = logits_AQV if self._observers else None
         flags_A2: list[list[bool]] = drafts.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
         return flags_A2
 

@@ -76,7 +76,7 @@ def open_engine(
     Args:
         settings: keyword arguments of `generate`, without a seed; for DiffusionGemma, `gemma.GemmaSettings`.
         max_rows, max_length, stream, record: see `SamplingEngine`.
-        observers: see `SamplingEngine`; of diffusion models, except DiffusionGemma.
+        observers: see `SamplingEngine`, and `gemma.GemmaEngine`; only of diffusion models.
         deliver: for engines with closed batches, see `AutoregressiveEngine`.
 
     Raises:
@@ -88,7 +88,7 @@ def open_engine(
     if not gemma.is_gemma(model):
         return autoregressive.AutoregressiveEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)
     if gemma.supports_drafts(model, gemma.gemma_keywords(model, settings)):
-        return gemma.GemmaEngine(model, tokenizer, settings, max_rows=max_rows, stream=stream)
+        return gemma.GemmaEngine(model, tokenizer, settings, max_rows=max_rows, stream=stream, observers=observers)
     return gemma.GemmaLoopEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)
 
 

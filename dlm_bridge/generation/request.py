@@ -26,6 +26,9 @@ class TextConstraint(Protocol):
     def processor(self, constraints: Sequence[Any], prompt_width: int, length: int) -> LogitsProcessor:
         """Logits processor of a closed batch of an autoregressive model; a row's constraint may be None."""
 
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """True if nothing but an end-of-sequence token may follow this text."""
+
     def draft(
         self,
         constraints: Sequence[Any],

@@ -66,7 +66,7 @@ class Call:
                 self._served.decode,
                 job.stop_strings,
                 job.prompt if infill else (),
-                complete=self.request.constraint is not None,
+                constraint=job.constraint,
                 calls=self._served.call_parser(self.request),
             )
             for job in jobs

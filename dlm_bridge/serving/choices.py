@@ -74,7 +74,7 @@ class Choice:
 
     Args:
         prompt: token ids whose masks are filled in; empty otherwise.
-        complete: the text has a constraint, which makes it complete where the number of tokens ends it.
+        constraint: the text's compiled constraint, see `Request.constraint`; None: any text.
         calls: parser of the text's calls of tools, a `CallParser` of the extension `structured`; None: the text has
             none.
 
@@ -91,10 +91,10 @@ class Choice:
         stop_strings: Sequence[str] = (),
         prompt: Sequence[int] = (),
         *,
-        complete: bool = False,
+        constraint: Any = None,
         calls: Any = None,
     ) -> None:
-        self._complete = complete
+        self._constraint = constraint
         self._decode, self._stop_strings, self.prompt = decode, tuple(stop_strings), prompt
         self._stream = TextStream(decode, stop_strings)
         self._pieces: list[str] = []
@@ -113,9 +113,9 @@ class Choice:
         return "".join(self._pieces)
 
     @property
-    def infills(self) -> list[str] | None:
-        """Text in place of each run of masks; None if a sampler changed the number of tokens of several runs, which
-        then cannot be located."""
+    def runs(self) -> list[tuple[int, int]] | None:
+        """First token, and the one after the last, in place of each run of masks; None if a sampler changed the number
+        of tokens of several runs, which then cannot be located."""
         runs, place = [], 0
         for is_mask, run in groupby(self.prompt, lambda token: token == MASK):
             length = len(list(run))
@@ -127,7 +127,13 @@ class Choice:
             runs = [(begin, max(len(self.tokens) - (len(self.prompt) - end), begin))]
         elif len(self.tokens) != len(self.prompt):
             return None
-        return [self._decode(self.tokens[begin:end]) for begin, end in runs]
+        return runs
+
+    @property
+    def infills(self) -> list[str] | None:
+        """Text in place of each of the `runs`."""
+        runs = self.runs
+        return None if runs is None else [self._decode(self.tokens[begin:end]) for begin, end in runs]
 
     @property
     def scores(self) -> list[TokenScore]:
@@ -167,7 +173,9 @@ class Choice:
         self.tokens += new
         if isinstance(event, Ended):
             piece += self._stream.end()
-            self.finish_reason = "stop" if self._complete else event.finish_reason
+            # Where the number of tokens ends a text to which the constraint allows no more, this is its natural end.
+            closed = self._constraint is not None and self._constraint.closes(self.tokens)
+            self.finish_reason = "stop" if closed else event.finish_reason
             self.forwards, self.log_mass = event.forwards, event.constraint_log_mass
         if self._calls is not None:
             piece, _ = self._calls.add(piece, last=self.finish_reason is not None)

@@ -14,7 +14,7 @@ from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
-from dlm_bridge.generation.gemma import is_gemma
+from dlm_bridge.generation.gemma import gemma_keywords, is_gemma, supports_drafts
 from dlm_bridge.generation.offline import check_prompts, compile_constraint, open_engine
 from dlm_bridge.generation.prompts import SPAN, PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import MASK, Engine, Event
@@ -76,7 +76,8 @@ class ServedModel:
         """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
         model = self.loaded.model
         top, samples = settings.get(SCORES, (None, 0))
-        recorder = ScoreRecorder(top) if top is not None and self.loaded.diffusion else None
+        diffusion = self.loaded.diffusion or is_gemma(model)
+        recorder = ScoreRecorder(top) if top is not None and diffusion else None
         engine = open_engine(
             model,
             self.loaded.tokenizer,
@@ -194,16 +195,11 @@ class ServedModel:
         """Raise RequestError for log probabilities or bounds that the model or its sampler does not have."""
         model = self.loaded.model
         if is_gemma(model):
-            name = "dlm" if request.logprobs is None else "logprobs"
-            raise RequestError(f"{name} is not supported for DiffusionGemma, whose drafts have no masks", param=name)
-        if request.logprobs is not None and self.loaded.diffusion:
-            found = resolve_settings(model, None, settings, prompt_width=1)
-            layout = found.sampler.spec(SpecialTokens.of(found)).layout
-            if layout.first_masks is not None or layout.closing is not None:
+            if request.bound:
+                raise RequestError("elbo_samples: DiffusionGemma's drafts have no masks, no bound", param="dlm")
+            if not supports_drafts(model, gemma_keywords(model, settings)):
                 raise RequestError(
-                    f"logprobs is not supported by the sampler {found.sampler.name}: it moves or sets tokens that no "
-                    "forward pass proposed at their positions",
-                    param="logprobs",
+                    "logprobs are not computed by transformers' loop for DiffusionGemma", param="logprobs"
                 )
         if request.bound:
             if request.texts > 1:

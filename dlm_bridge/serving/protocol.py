@@ -197,7 +197,7 @@ class _Message(BaseModel):
         return self
 
 
-class _Function(BaseModel):
+class Function(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -207,7 +207,7 @@ class _Function(BaseModel):
 class _Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: str = Field(pattern="^function$")
-    function: _Function
+    function: Function
 
 
 class _FunctionName(BaseModel):
@@ -265,6 +265,27 @@ class Body(BaseModel):
         """Arguments of `TextRequest`."""
         raise NotImplementedError
 
+    def called_tools(self, functions: Sequence[Function], name: str | None, choice: Any, parallel: bool | None) -> Any:
+        """`TextRequest.tools`: the functions that may be called. `name`: the only one of them, or None; `choice`: the
+        field `tool_choice`. Raises RequestError."""
+        if not functions:
+            if choice not in (None, "none", "auto"):
+                raise RequestError("tool_choice needs tools", param="tool_choice")
+            return None
+        names = [one.name for one in functions]
+        if name is not None and name not in names:
+            raise RequestError(f"tool_choice: {name} is not among the tools: {', '.join(names)}", param="tool_choice")
+        if len({*names}) < len(names):
+            raise RequestError("tools have a name twice", param="tools")
+        if self.stop:
+            raise RequestError("stop excludes tools: a stop string could end a call", param="stop")
+        return extension("tools", "tools").ToolChoice(
+            [{"type": "function", "function": one.model_dump(exclude_none=True)} for one in functions],
+            required=name is not None or choice == "required",
+            name=name,
+            parallel=parallel is not False,
+        )
+
     @property
     def bound(self) -> int | None:
         """`TextRequest.bound`."""
@@ -315,36 +336,19 @@ class _Chat(Body):
         except DlmBridgeError as error:
             raise RequestError(str(error), param=name) from None
         return {
-            "messages": [_with_read_arguments(each.model_dump()) for each in self.messages],
+            "messages": [with_read_arguments(each.model_dump()) for each in self.messages],
             "template_args": template_args,
             "logprobs": self.top_logprobs or 0 if self.logprobs else None,
-            "tools": self._called_tools(),
+            "tools": self.called_tools(
+                [tool.function for tool in self.tools or ()],
+                self.tool_choice.function.name if isinstance(self.tool_choice, _NamedTool) else None,
+                self.tool_choice,
+                self.parallel_tool_calls,
+            ),
         }
 
-    def _called_tools(self) -> Any:
-        """The tools that may be called; None if there are none."""
-        choice = self.tool_choice
-        if not self.tools:
-            if choice not in (None, "none", "auto"):
-                raise RequestError("tool_choice needs tools", param="tool_choice")
-            return None
-        name = choice.function.name if isinstance(choice, _NamedTool) else None
-        names = [tool.function.name for tool in self.tools]
-        if name is not None and name not in names:
-            raise RequestError(f"tool_choice: {name} is not among the tools: {', '.join(names)}", param="tool_choice")
-        if len({*names}) < len(names):
-            raise RequestError("tools have a name twice", param="tools")
-        if self.stop:
-            raise RequestError("stop excludes tools: a stop string could end a call", param="stop")
-        return extension("tools", "tools").ToolChoice(
-            [tool.model_dump(exclude_none=True) for tool in self.tools],
-            required=name is not None or choice == "required",
-            name=name,
-            parallel=self.parallel_tool_calls is not False,
-        )
 
-
-def _with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as objects, as chat templates expect, in place of OpenAI's texts."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -363,10 +367,16 @@ class _Infill(Body):
     prompt: str | None = Field(None, description="a text with masks, [MASK] or [MASK:n]")
     prefix: str | None = Field(None, description="a text")
     suffix: str | None = Field(None, description="a text")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+    )
 
     @property
     def prompts(self) -> dict[str, Any]:
         """Arguments of `TextRequest`. Raises RequestError for fields that do not say what to fill in."""
+        return {**self._filled(), "infill": True, "logprobs": self.logprobs}
+
+    def _filled(self) -> dict[str, Any]:
         length = self.max_tokens or self.max_completion_tokens
         if self.stop:
             raise RequestError("stop is not supported: the length of the masks is given", param="stop")
@@ -376,11 +386,11 @@ class _Infill(Body):
                     raise RequestError(
                         "set prompt (a text with [MASK] or [MASK:n]), or prefix, suffix and max_tokens", param=name
                     )
-            return {"prompts": [InfillPrompt(self.prefix or "", self.suffix or "", length or 1)], "infill": True}
+            return {"prompts": [InfillPrompt(self.prefix or "", self.suffix or "", length or 1)]}
         for name, value in (("prefix", self.prefix), ("suffix", self.suffix), ("max_tokens", length)):
             if value is not None:
                 raise RequestError(f"{name} excludes prompt, in which [MASK:n] stands for n tokens", param=name)
-        return {"prompts": [self.prompt], "infill": True}
+        return {"prompts": [self.prompt]}
 
 
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
@@ -401,7 +411,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
 def parse_infill(raw: bytes) -> TextRequest:
     """Validate the body of a request to fill in masks. Raises RequestError as `parse_request`."""
     unsupported = {name: found for name, found in UNSUPPORTED.items() if name != "suffix"}
-    unsupported |= {"logprobs": ((None, False), "omit it"), "dlm": ((None, False), "omit it")}
+    unsupported |= {"dlm": ((None, False), "omit it")}
     fields, name, spans = read_fields(raw), "structured_outputs", ()
     if isinstance(fields.get(name), list):  # one constraint per span
         read = extension("structured output", name).read_constraint
@@ -579,21 +589,21 @@ class AnswerBodies:
         """First chunks of a choice: only chats have one."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)] if self.chat else []
 
-    def piece(
+    def pieces(
         self,
         index: int,
         text: str,
         finish_reason: str | None,
         scores: Sequence[TokenScore] = (),
         calls: Sequence[dict[str, Any]] = (),
-    ) -> dict[str, Any]:
-        """A chunk with a piece of a choice's text, and the scores and the calls of tools that are new."""
+    ) -> list[dict[str, Any]]:
+        """Chunks with a piece of a choice's text, and the scores and the calls of tools that are new."""
         logprobs = self.logprobs(index, scores)
         if self.chat:
             delta = ({"content": text} if text else {}) | ({"tool_calls": list(calls)} if calls else {})
-            return self._chunk(index, delta, finish_reason, logprobs)
+            return [self._chunk(index, delta, finish_reason, logprobs)]
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head("text_completion"), "choices": [choice]}
+        return [{**self._head("text_completion"), "choices": [choice]}]
 
     def last(self, choices: Sequence[Choice]) -> list[Any]:
         """End of a stream, with the usage if it was asked for."""
@@ -681,9 +691,18 @@ class InfillBodies(AnswerBodies):
         """Body with the whole text of each choice, and the text in place of each run of masks."""
         found = []
         for index, choice in enumerate(choices):
-            found.append({"index": index, "text": choice.text, "infills": choice.infills, "finish_reason": "stop"})
+            found.append({"index": index, "text": choice.text, **self.filled(choice), "finish_reason": "stop"})
         head = {"id": f"infill-{self.id}", "object": "infill", "created": self.created, "model": self.model}
         return {**head, "choices": found, "usage": self.usage(choices)}
+
+    def filled(self, choice: Choice) -> dict[str, Any]:
+        """The text in place of each run of masks and, if asked for, the log probabilities of its tokens."""
+        found: dict[str, Any] = {"infills": choice.infills}
+        if self.request.logprobs is not None:
+            runs = choice.runs
+            scores = None if runs is None else [choice.scores[begin:end] for begin, end in runs]
+            found["logprobs"] = scores and [{"content": self.content_logprobs(own)} for own in scores]
+        return found
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Token counts: the texts' tokens include those of the prompt."""

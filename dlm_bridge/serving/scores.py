@@ -82,19 +82,25 @@ class ScoreRecorder:
         """See `StepObserver`."""
         tokens_AN = canvas.take(rows, columns).tolist()
         new_AN = canvas.behind_prompt(rows, columns).tolist()
-        positions_AN = (canvas.columns(rows, columns) - canvas.first_new(rows)[:, None]).tolist()
+        columns_AN = canvas.columns(rows, columns).tolist()
+        sources_AN = None if canvas.moved is None else canvas.moved.tolist()
+        firsts = canvas.firsts
         places: list[tuple[int, int]] = []  # of changed tokens in the logits
         changed: list[tuple[dict[int, TokenScore], int, int]] = []  # their rows' scores, positions and tokens
         for number, row in enumerate(rows):
             scores = self._scores.setdefault(canvas.names[row], {})
+            positions = [column - firsts[row] for column in columns_AN[number]]
+            sources = range(len(positions)) if sources_AN is None else sources_AN[number]
+            before = [scores.pop(position, None) for position in positions]
             for place, token in enumerate(tokens_AN[number]):
-                position = positions_AN[number][place]
-                known = scores.get(position)
-                if token == MASK:
-                    scores.pop(position, None)
-                elif new_AN[number][place] and (known is None or known.token != token):
-                    places.append((number, place))
-                    changed.append((scores, position, token))
+                known = before[sources[place]]
+                if token == MASK or not new_AN[number][place]:
+                    continue
+                if known is not None and known.token == token:  # a moved token keeps its score
+                    scores[positions[place]] = known
+                else:
+                    places.append((number, sources[place]))
+                    changed.append((scores, positions[place], token))
         if places:
             rows_M, places_M = to_device(torch.tensor(places), logits_ANV.device).T
             found = token_scores(logits_ANV[rows_M, places_M], [token for *_, token in changed], self._top)
@@ -103,6 +109,11 @@ class ScoreRecorder:
 
     def block(self, canvas: Canvas, rows: list[int]) -> None:
         """See `StepObserver`."""
+
+    def draft(self, name: Hashable, first: int, tokens: Sequence[int], logits_QV: torch.Tensor) -> None:
+        """Score the tokens of a completed draft of DiffusionGemma, from position `first` on."""
+        found = token_scores(logits_QV, tokens, self._top)
+        self._scores.setdefault(name, {}).update(enumerate(found, first))
 
     def scores(self, name: Hashable, first: int, tokens: Sequence[int]) -> tuple[TokenScore, ...]:
         """Scores of a row's tokens from position `first` on."""

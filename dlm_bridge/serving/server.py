@@ -325,7 +325,8 @@ class _Routes:
             choice = call.choices[index]
             new_calls = choice.new_calls()
             if piece or reason or new_calls:
-                yield call.answer.piece(index, piece, reason, choice.new_scores(), new_calls)
+                for chunk in call.answer.pieces(index, piece, reason, choice.new_scores(), new_calls):
+                    yield chunk
         for chunk in call.answer.last(call.choices):
             yield chunk
 
@@ -363,7 +364,7 @@ class _Routes:
                     "finish_reason": "stop" if infill else reason,
                     "tokens": choice.tokens,
                     "text": choice.text,
-                    **({"infills": choice.infills} if infill else {}),
+                    **(call.answer.filled(choice) if isinstance(call.answer, InfillBodies) else {}),
                 }
         yield {"type": "usage", **call.answer.usage(call.choices)}
         yield "[DONE]"

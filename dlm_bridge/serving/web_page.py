@@ -30,9 +30,10 @@ from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError, coun
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, ending_tokens, write_texts
 from dlm_bridge.generation.options import GENERAL as DECLARED
 from dlm_bridge.generation.options import requirement
-from dlm_bridge.generation.prompts import WrittenPrompt, as_message
+from dlm_bridge.generation.prompts import SPAN, WrittenPrompt, as_message
 from dlm_bridge.generation.samplers import SAMPLERS, Sampler
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
+from dlm_bridge.registration import load
 from dlm_bridge.serving.connections import LOOPBACK
 from dlm_bridge.settings import Option
 
@@ -44,6 +45,11 @@ EXAMPLES = {
     CHAT: ("What is a river?", "Write a poem about rain in four lines.", "Write a Python function that adds numbers."),
     FILL: ("Tom was a[MASK:4] near the river.", "The capital of France is [MASK].", "def add(a, b): return[MASK:3]"),
 }
+CONSTRAINTS = (
+    "What each mask may become, a line for each: a regular expression, or an object such as "
+    '{"choice": ["cat", "dog"]}. An empty or missing line: anything.'
+)
+ANYTHING = {"regex": "[\\s\\S]*"}
 PRESETS = {"fast": "commits more tokens per forward pass", "careful": "fewer"}
 COMMON = ("preset", "gen_length", "steps", "temperature", "seed")  # settings that are always shown
 READS = ("GET", "HEAD")
@@ -147,6 +153,7 @@ class PageModel:
         algorithm: str,
         shown: Mapping[str, Any],
         turns: list[dict[str, str]] | None = None,
+        constraints: str = "",
     ) -> Iterator[str]:
         """Sample a text. Yields HTML of the newest state; the last one has the call's summary, or an error.
 
@@ -155,6 +162,7 @@ class PageModel:
         Args:
             shown: values of the sampler's controls, by name.
             turns: messages of the chat so far. The new message and a complete answer are appended.
+            constraints: constraints of the masks to fill in, one per line.
         """
         turns = [] if turns is None else turns
         trace: LiveTrace | None = None
@@ -167,7 +175,8 @@ class PageModel:
             if not prompt.strip():
                 raise InputFileError("prompt", "is empty: write a text or choose an example")
             settings = self._settings(mode, algorithm, shown)
-            trace, call, begin = self._start(mode, written, settings)
+            constraint = read_form(prompt, constraints) if mode == FILL else None
+            trace, call, begin = self._start(mode, written, settings, constraint)
             if mode == CHAT:
                 before = turns_html(written.messages)
             while not call.done():
@@ -199,13 +208,13 @@ class PageModel:
         self._executor.shutdown()
 
     def _start(
-        self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any]
+        self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any], constraint: Any
     ) -> tuple[LiveTrace, Future[GeneratedTexts], int]:
         """Start a call. Returns its trace, its result, and the first position to show."""
         ids = written.encode(self.tokenizer, self.name, infill=mode == FILL)
         check_prompts(self.model, [("the prompt", ids)], settings, f"[MASK] and '{FILL}'")
         trace = LiveTrace(TokenStrings(self.tokenizer), ids, ending_tokens(self.model, settings))
-        write = partial(write_texts, self.model, self.tokenizer, [ids], settings)
+        write = partial(write_texts, self.model, self.tokenizer, [ids], settings, constraint=constraint)
         self._traces.add(trace)
         call = self._executor.submit(write, streamer=trace if self.diffusion else trace.token_streamer())
         call.add_done_callback(lambda _: self._traces.discard(trace))
@@ -230,6 +239,29 @@ class PageModel:
         except DlmBridgeError:  # the checkpoint stores settings of another sampler: refused when it runs
             defaults = SAMPLERS[algorithm].parameters()
         return [Control(name, each, defaults[name]) for name, each in SAMPLERS[algorithm].options().items()]
+
+
+def read_form(prompt: str, constraints: str) -> Any:
+    """The constraint of a text by those of its masks, one per line; None if there are none. Raises SettingError."""
+    lines = constraints.rstrip().splitlines()
+    if not lines:
+        return None
+    texts = SPAN.split(prompt)[::2]
+    if len(lines) > len(texts) - 1:
+        raise SettingError(
+            "constraint", f"has {counted(len(lines), 'line')} for {counted(len(texts) - 1, 'mask')}: one for each"
+        )
+    read = load("features", "structured output").read_constraint
+    parts: list[Any] = []
+    for number, line in enumerate([*lines, *[""] * (len(texts) - 1 - len(lines))], 1):
+        value: Any = {"regex": line} if line.strip() else ANYTHING
+        if line.lstrip().startswith("{"):
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise SettingError("constraint", f"of mask {number} is not valid JSON: {error}") from None
+        parts += [texts[number - 1], read(value)]
+    return load("features", "form")([*parts, texts[-1]])
 
 
 def preset_control(algorithm: str) -> Control:
@@ -294,6 +326,14 @@ def build_page(page_model: PageModel) -> Any:
                 prompt = gr.Textbox(
                     label=LABELS[modes[0]], lines=3, elem_id="prompt", placeholder="Shift+Enter generates."
                 )
+                constraints = gr.Textbox(
+                    label="Constraints",
+                    info=CONSTRAINTS,
+                    lines=2,
+                    elem_id="constraints",
+                    placeholder="[0-9]+",
+                    visible=modes[0] == FILL,
+                )
                 with gr.Row():
                     examples = [gr.Button(text, size="sm", min_width=160) for text in EXAMPLES[modes[0]]]
                 with gr.Row():
@@ -315,7 +355,8 @@ def build_page(page_model: PageModel) -> Any:
         def sample(values: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
             own, messages = widgets.get(values[algorithm], {}), list(values[turns])
             given = {name: values[widget] for name, widget in own.items()}
-            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, messages):
+            asked = values[mode], values[prompt], values[algorithm], given, messages, values[constraints]
+            for text in page_model.sample(*asked):
                 yield {shown: text}
             if len(messages) > len(values[turns]):
                 yield {turns: messages, prompt: ""}
@@ -323,7 +364,7 @@ def build_page(page_model: PageModel) -> Any:
         runs = [
             event(
                 sample,
-                {mode, prompt, turns, algorithm, *everything},
+                {mode, prompt, turns, algorithm, constraints, *everything},
                 [shown, turns, prompt],
                 show_progress="hidden",
                 api_name=api_name,
@@ -333,9 +374,14 @@ def build_page(page_model: PageModel) -> Any:
         stop.click(None, cancels=runs, api_name=False)
         new_chat.click(lambda: ([], ""), None, [turns, shown], cancels=runs, show_progress="hidden", api_name=False)
         mode.change(
-            lambda mode: (gr.update(label=LABELS[mode]), gr.update(visible=mode == CHAT), *EXAMPLES[mode]),
+            lambda mode: (
+                gr.update(label=LABELS[mode]),
+                gr.update(visible=mode == CHAT),
+                gr.update(visible=mode == FILL),
+                *EXAMPLES[mode],
+            ),
             mode,
-            [prompt, new_chat, *examples],
+            [prompt, new_chat, constraints, *examples],
             show_progress="hidden",
             api_name=False,
         )

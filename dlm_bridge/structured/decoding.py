@@ -81,6 +81,13 @@ class AutomatonConstraint:
                 [request.name],
             )
 
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """True if nothing but an end-of-sequence token may follow these tokens."""
+        automaton = self.automaton
+        state = automaton.advance(0, list(tokens))
+        following = automaton.transitions[state]
+        return state >= 0 and not bool(((following >= 0) & (following != automaton.end)).any())
+
     def _check_given(self, request: Request, length: int) -> None:
         """Raise RowError if no text of the constraint has the prompt's tokens at their positions."""
         automaton = self.automaton

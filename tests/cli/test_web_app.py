@@ -93,6 +93,25 @@ def test_masks_inside_a_text_are_filled(page_model: PageModel) -> None:
     assert text_of(last).endswith(" cat")
 
 
+@pytest.mark.extension("structured")
+def test_masks_have_a_constraint_each(page_model: PageModel) -> None:
+    prompt, lines = "the [MASK:3] cat, [MASK:2] or [MASK:3].", '[0-9]+\n\n{"choice": ["dog", "cat"]}\n'
+    *_, last = page_model.sample(FILL, prompt, "llada", {"temperature": "1"}, constraints=lines)
+    assert re.fullmatch(r"(?s)the \d{3} cat, .* or (dog|cat)\.", text_of(last))
+    for wrong, named in (
+        ("[0-9]+\n" * 4, "4 lines for 3 masks"),
+        ("[0-9", "character"),
+        ('\n{"choice": []', "mask 2"),
+        ('{"xml": ""}', "`xml`"),
+        ("[0-9]", "given tokens"),
+    ):
+        *_, said = page_model.sample(FILL, prompt, "llada", {}, constraints=wrong)
+        assert 'role="alert"' in said
+        assert named in html.unescape(said)
+    *_, said = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"}, constraints="[0-9]+")
+    assert "8 forward passes" in said  # the field belongs to masks
+
+
 @pytest.mark.parametrize("page_model", ["qwen3"], indirect=True)
 def test_an_autoregressive_model_chats_with_transformers_own_settings(page_model: PageModel) -> None:
     assert page_model.modes == [CHAT, CONTINUE]

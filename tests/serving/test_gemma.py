@@ -104,5 +104,10 @@ def test_a_draft_ends_in_a_text_of_its_format(loaded: LoadedModel) -> None:
         answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         assert re.fullmatch("[a-f]+-[0-9]{2,}", answer.json()["choices"][0]["text"])
-        answer = httpx.post(f"{server.address}/v1/completions", json={**body, "logprobs": 1}, timeout=PATIENCE_S)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+        answer = httpx.post(f"{server.address}/v1/completions", json={**body, "logprobs": 2}, timeout=PATIENCE_S)
+        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+        assert len(choice["logprobs"]["tokens"]) == usage["completion_tokens"]
+        assert all(-9999 < value <= 0 for value in choice["logprobs"]["token_logprobs"])
+        body |= {"dlm": {"elbo_samples": 2}}
+        answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "dlm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -24,12 +25,16 @@ from dlm_bridge.serving.protocol import RequestError, parse_infill, parse_reques
 from dlm_bridge.serving.scores import UNLIKELY, Scored, ScoreRecorder, ScoringEngine  # isort: skip
 
 GEN, TOP = 12, 3
+MASKED = -1  # on the canvas
 PROMPT = (5, 9, 20, 7)
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 def sampled(
-    model: StandIn, settings: dict[str, Any], prompts: Sequence[Sequence[int]] = (PROMPT,)
+    model: StandIn,
+    settings: dict[str, Any],
+    prompts: Sequence[Sequence[int]] = (PROMPT,),
+    observers: Sequence[Any] = (),
 ) -> dict[Any, tuple[Ended, list[Any]]]:
     """The end of each row, and the scores of all its tokens as they were streamed."""
     recorder = ScoreRecorder(TOP)
@@ -39,7 +44,7 @@ def sampled(
         max_rows=len(prompts),
         max_length=64,
         record=True,
-        observers=[recorder],
+        observers=[recorder, *observers],
     )
     engine = ScoringEngine(inner, model, recorder, TOP, 0)
     for number, prompt in enumerate(prompts):
@@ -111,6 +116,91 @@ def test_what_a_token_changed_to_last_is_scored() -> None:
         assert [score.token for score in scores] == list(end.tokens)
         assert all(UNLIKELY < score.logprob <= 0 for score in scores)
         assert all(len(score.top) == TOP for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (
+            StandIn(family(name="dreamon", shift=True, algorithm="dreamon"), seed=3),
+            {"number_of_mask": 6, "expand_token_id": 44, "delete_token_id": 45, "temperature": 2.0},
+        ),
+        (
+            StandIn(family("block_causal", algorithm="llada2.2"), block_size=6),
+            # Committed tokens do not change, but those behind a deleted or split mask move.
+            {
+                "threshold": 0.2,
+                "temperature": 2.0,
+                "editing_threshold": 1.0,
+                "delete_token_id": 5,
+                "split_token_id": 17,
+            },
+        ),
+    ],
+    ids=["dreamon", "llada2.2"],
+)
+def test_a_token_that_moves_keeps_its_score(model: StandIn, settings: dict[str, Any]) -> None:
+    """Every token comes from a mask, or has moved from where it was, in the order of the text."""
+    expected: dict[Any, list[float | None]] = {}  # scores by place among the columns; None: a mask
+    tokens: dict[Any, list[int]] = {}
+    moves = 0
+    model.head[:, [5, 17]] *= 2  # deletes and splits
+
+    class Tracker:
+        unconstrained = True
+
+        def step(self, canvas: Any, rows: list[int], columns: Any, logits_ANV: Any, *_: Any, **__: Any) -> None:
+            nonlocal moves
+            now_AN = canvas.take(rows, columns).masked_fill(~canvas.behind_prompt(rows, columns), MASKED).tolist()
+            for number, row in enumerate(rows):
+                name, now = canvas.names[row], now_AN[number]
+                source = list(range(len(now))) if canvas.moved is None else canvas.moved[number].tolist()
+                before = tokens.get(name, [MASKED] * len(now))
+                scores = expected.get(name, [None] * len(now))
+                shown = [place for place, token in enumerate(now) if token != MASKED]
+                moves += sum(source[place] != place for place in shown if before[source[place]] != MASKED)
+                assert all(source[a] < source[b] for a, b in pairwise(shown))
+                assert all(before[source[place]] in (MASKED, now[place]) for place in shown)
+                logs_NV = logits_ANV[number].log_softmax(dim=-1)
+                found: list[float | None] = [None] * len(now)
+                for place in shown:
+                    new = before[source[place]] == MASKED
+                    found[place] = float(logs_NV[source[place], now[place]]) if new else scores[source[place]]
+                tokens[name], expected[name] = now, found
+
+        def block(self, canvas: Any, rows: list[int]) -> None:
+            for row in rows:
+                name = canvas.names[row]
+                ended.setdefault(name, []).extend(one for one in expected.pop(name) if one is not None)
+                del tokens[name]
+
+    ended: dict[Any, list[float]] = {}
+    for name, (end, scores) in sampled(model, settings, [PROMPT, PROMPT[:2], PROMPT[1:]], [Tracker()]).items():
+        assert [score.token for score in scores] == list(end.tokens)
+        assert [score.logprob for score in scores] == pytest.approx(ended[name][: len(scores)], abs=1e-5)
+    assert moves > 0
+
+
+def test_a_token_that_no_pass_predicted_has_no_value() -> None:
+    """RND1 ends its text with a token of its own."""
+    model = StandIn(family(shift=True, algorithm="rnd1"))
+    ((end, scores),) = sampled(model, {"steps": 6, "eos_token_id": 46}).values()
+    assert [score.token for score in scores] == list(end.tokens)
+    assert (end.tokens[-1], len(end.tokens), scores[-1].logprob) == (46, GEN, UNLIKELY)
+    assert all(UNLIKELY < score.logprob <= 0 for score in scores[:-1])
+
+
+def test_masks_in_a_text_are_scored() -> None:
+    model, prompt = StandIn(family(algorithm="llada")), (5, MASK, MASK, 7, MASK)
+    ((end, scores),) = sampled(model, {"infill": True, "gen_length": None}, [prompt]).values()
+    assert [score.logprob == UNLIKELY for score in scores] == [True, False, False, True, False]
+    rows = []
+    for position, step in enumerate(end.steps):
+        states = zip(end.tokens, end.steps, prompt, strict=True)
+        shown = [token if own < step or given != MASK else MASK for token, own, given in states]
+        rows.append(model(torch.tensor([shown])).logits[0, position])
+    places = [1, 2, 4]
+    check([scores[i] for i in places], [end.tokens[i] for i in places], torch.stack(rows)[places])
 
 
 # ---- The server.
@@ -229,11 +319,16 @@ def test_malformed_fields_are_named(body: dict[str, Any], param: str) -> None:
     assert refused.value.body["error"]["param"] == param
 
 
-def test_infilling_has_no_scores() -> None:
-    for name, value in (("logprobs", 1), ("dlm", True)):
-        with pytest.raises(RequestError) as refused:
-            parse_infill(json.dumps({"prompt": "a [MASK]", name: value}).encode())
-        assert refused.value.body["error"]["param"] == name
+def test_infilling_lists_the_scores_of_each_span(server: Running) -> None:
+    body = {"prompt": "the [MASK:3] sat on [MASK:2].", "logprobs": 2, "suppress_tokens": parts_of_characters(server)}
+    answer = httpx.post(f"{server.address}/v1/infill", json=body, timeout=PATIENCE_S).json()["choices"][0]
+    for text, scores in zip(answer["infills"], answer["logprobs"], strict=True):
+        assert "".join(entry["token"] for entry in scores["content"]) == text
+        assert all(UNLIKELY < entry["logprob"] <= 0 for entry in scores["content"])
+        assert all(len(entry["top_logprobs"]) == 2 for entry in scores["content"])
+    with pytest.raises(RequestError) as refused:
+        parse_infill(json.dumps({"prompt": "a [MASK]", "dlm": True}).encode())
+    assert refused.value.body["error"]["param"] == "dlm"
 
 
 def test_a_request_without_scores_has_the_plain_engine(diffusion: LoadedModel) -> None:

@@ -100,7 +100,17 @@ def test_a_text_matches_where_max_tokens_cut_it(server: Running, fields: Any, pa
         given = {"prompt": "the", "temperature": 1.0, "seed": seed, "max_tokens": tokens, **fields}
         answer = post(server, **given)
         assert re.fullmatch(pattern, text_of(answer))
-        assert answer.json()["choices"][0]["finish_reason"] == "stop"  # complete, although it may have all tokens
+        cut = answer.json()["usage"]["completion_tokens"] == tokens
+        assert answer.json()["choices"][0]["finish_reason"] == "stop" or cut
+
+
+def test_a_text_that_may_not_go_on_has_stopped(server: Running) -> None:
+    """At `max_tokens`, a text to which more could be added was cut; one that is complete was not."""
+    for pattern, reason in (("[0-9]{4}", "stop"), ("[0-9]+", "length"), ("[0-9]{3}x?", "stop")):
+        answer = post(server, prompt="the", max_tokens=4, temperature=1.0, ignore_eos=True, regex=pattern)
+        choice = answer.json()["choices"][0]
+        assert re.fullmatch(pattern, choice["text"])
+        assert choice["finish_reason"] == reason
 
 
 def test_the_mass_of_the_feasible_tokens_is_reported(server: Running) -> None:
@@ -239,6 +249,83 @@ def test_the_template_gets_tools_and_calls_as_objects(calling: Running) -> None:
     assert '"arguments": {"a": 1, "b": 2}' in text
     assert '"description": "Adds."' in text
     assert text.endswith("tool: 3\nassistant: ")
+
+
+FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+RESPONSE: dict[str, Any] = {"model": "any", "input": "hi", "temperature": 1.0, "max_output_tokens": 72}
+
+
+def test_a_response_calls_tools(calling: Running) -> None:
+    given = {**RESPONSE, "tools": FLAT_TOOLS, "tool_choice": "required", "extra_body": {"seed": 4}}
+    whole = calling.client().responses.create(**given)
+    assert (whole.status, whole.output_text, whole.tool_choice) == ("completed", "", "required")
+    for item in whole.output:
+        assert (item.type, item.status) == ("function_call", "completed")
+        if item.name == "add":
+            jsonschema.validate(json.loads(item.arguments), ADD)
+        else:
+            assert (item.name, item.arguments) == ("now", "{}")
+    with calling.client().responses.stream(**given) as stream:  # also accumulates the items itself
+        events = list(stream)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    of_call = [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ]
+    assert kinds == ["created", "in_progress", *of_call * len(whole.output), "completed"]
+    final = events[-1].response.output
+    assert [(item.name, item.arguments) for item in final] == [(item.name, item.arguments) for item in whole.output]
+    assert [event.output_index for event in events if "arguments.done" in event.type] == [*range(len(final))]
+
+
+def test_a_response_may_be_a_text_beside_tools(calling: Running) -> None:
+    given = {**RESPONSE, "max_output_tokens": 12, "tools": FLAT_TOOLS, "extra_body": {"seed": 4}}
+    whole = calling.client().responses.create(**given)
+    (item,) = whole.output
+    assert (item.type, item.content[0].text) == ("message", whole.output_text)
+    assert whole.output_text
+    events = list(calling.client().responses.create(**given, stream=True))
+    kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in events))[2:-1]
+    assert kinds == [
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+    ]  # fmt: skip
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_calls_and_results_are_the_input_of_the_next_response(calling: Running) -> None:
+    from dlm_bridge.serving.responses import parse_response
+
+    call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
+    items = [*CHAT, call, {"type": "function_call_output", "call_id": "call_1", "output": "3"}]
+    body = {**RESPONSE, "input": items, "tools": FLAT_TOOLS}
+    (job,) = calling.served.jobs(parse_response(json.dumps(body).encode()), lambda _: lambda _: None)
+    text = calling.served.loaded.tokenizer.decode(job.prompt)
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>' in text
+    assert '"function": {"name": "add", "description": "Adds."' in text
+    assert text.endswith("tool: 3\nassistant: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": FLAT_TOOLS, "include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": FLAT_TOOLS, "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"tools": FLAT_TOOLS, "max_tool_calls": 1}, "max_tool_calls"),
+    ],
+)
+def test_malformed_tools_of_a_response_are_refused(fields: dict[str, Any], param: str) -> None:
+    from dlm_bridge.serving.protocol import RequestError
+    from dlm_bridge.serving.responses import parse_response
+
+    with pytest.raises(RequestError) as refused:
+        parse_response(json.dumps({"input": "hi", **fields}).encode())
+    assert refused.value.body["error"]["param"] == param
 
 
 # ---- Bodies of other clients.

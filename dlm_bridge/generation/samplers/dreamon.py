@@ -123,11 +123,12 @@ class ExpandDeleteRule(DenoisingRule):
         more, deleted, expanded = context.read(counts)
         for row, expansions in zip(rows, expanded, strict=True):
             budgets[row] -= expansions
+        source_AN = None
         if any(deleted) or any(expanded):
             growth = [plus - minus for plus, minus in zip(expanded, deleted, strict=True)]
             source_AN = canvas.resize(rows, block, 1 - deleted_AN.long() + expanded_AN.long(), growth)
             logits = logits.gather(1, source_AN[..., None].expand_as(logits))
-        context.report(rows, block, logits, final=False)
+        context.report(rows, block, logits, final=False, moved=source_AN)
         return [row for row, on in zip(rows, more, strict=True) if on]
 
     def _check_tokens(self, vocabulary: int) -> None:

@@ -187,6 +187,8 @@ class LevenshteinRule(CommitRule):
         tokens_AN = written_AN.new_full((len(written_AN), width + 1), MASK)
         tokens_AN.scatter_(1, last_AN, torch.where(split_AN, step.before, written_AN))
         moved_AN = torch.zeros_like(tokens_AN, dtype=torch.bool).scatter(1, last_AN, original_AN)
+        places_AN = torch.arange(width, device=last_AN.device).expand_as(last_AN)
+        self.moved = torch.zeros_like(tokens_AN).scatter(1, last_AN, places_AN)[:, :width]
         return tokens_AN[:, :width], moved_AN[:, :width]
 
 
