@@ -43,7 +43,7 @@ def alone(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of one process."""
     root = tmp_path_factory.mktemp("alone")
     words = pretrain(files, root / "run", steps=STEPS, save_interval=5)
-    assert launcher.run("dlm_bridge.cli", words, [environment()], [root / "log.txt"], timeout_s=120), (
+    assert launcher.run("dlm_bridge.cli", words, [environment()], [root / "log.txt"], timeout_s=600), (
         root / "log.txt"
     ).read_text()
     return root / "run"
