@@ -58,8 +58,8 @@ class Scheme:
         }
 
     def quantize(self, weight: torch.Tensor, name: str) -> QuantizedWeight:
-        """Quantise a weight [out, in]. Raises CheckpointError if it has NaN or infinite values, or if the groups do not
-        divide its input channels."""
+        """Quantise a weight [out, in]. Raises CheckpointError for NaN or infinite values, and if groups do not divide
+        the input channels."""
         rows, columns = weight.shape
         self._check_groups(name, columns)
         group = self.group or columns
