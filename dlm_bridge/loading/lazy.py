@@ -48,7 +48,7 @@ class LazyWeights:
     of a parameter, gives the position of each Hub tensor in the parameter.
 
     Args:
-        originals: names of stored tensors by those of copies that are not stored, for a model whose tied weights are
+        originals: names of tensors by those of their copies, which may not be stored: tied weights of a model can be
             listed under the copies' names.
 
     Attributes:
@@ -66,8 +66,8 @@ class LazyWeights:
         for name, tensor in stored_tensors(model):
             parts = []
             for part, shape in hub_ranges(model, name, tensor):
-                if part.name not in stored and originals is not None:
-                    part = replace(part, name=originals.get(part.name, part.name))
+                if originals is not None and (original := originals.get(part.name)) in stored:
+                    part = replace(part, name=original)
                 _check_stored(part.name, shape, stored)
                 parts.append(part)
             self._ranges[name] = tuple(sorted(parts, key=lambda part: part.start))

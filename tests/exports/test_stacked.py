@@ -132,3 +132,5 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     twice = write_hub_folder(tmp_path / "twice", json.loads((source / "config.json").read_text()), tensors)
     with refused(SettingError, "quantize", name):
         export(twice, tmp_path / "out", "fp8")
+    model, _ = load_quantized(twice, "twice", None, torch.float32, "fp8")
+    assert sum(isinstance(module, QuantizedExperts) for module in model.modules()) == 2
