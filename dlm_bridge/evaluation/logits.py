@@ -128,10 +128,7 @@ class _Computed:
 
     @property
     def canvas(self) -> int:
-        """Number of tokens of the canvas that follows a prompt; 0 for models without one."""
-        if not (self.bridge.family.native and self.bridge.family.kind == "diffusion"):
-            return 0
-        return int(self.bridge.config.get("canvas_length") or CANVAS)
+        return canvas_length(self.bridge)
 
     @property
     def _text(self) -> dict[str, Any]:
@@ -168,19 +165,30 @@ class _Computed:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[1, S, V] logits on the CPU; for a canvas, those of its second step, conditioned on the first step's logits.
-
-        The model is freed on return, so that only one model is in memory.
-        """
+        """Logits on the CPU, as of `model_logits`. The model is freed on return, so that only one is in memory."""
         if self.engine == MEGATRON:
             return load("engines", "megatron")().logits(self.bridge, tokens)
         model = self.bridge.build_hf_model(dtype=torch.float32, device=device).eval()
-        tokens = tokens.to(device)
-        if not self.canvas:
-            return model(tokens).logits.cpu()
-        prompt, canvas = tokens[:, : -self.canvas], tokens[:, -self.canvas :]
-        first = model(prompt, decoder_input_ids=canvas).logits
-        return model(prompt, decoder_input_ids=canvas, self_conditioning_logits=first).logits.cpu()
+        return model_logits(model, tokens.to(device), self.canvas).cpu()
+
+
+def canvas_length(bridge: Bridge) -> int:
+    """Number of tokens of the canvas that follows a prompt; 0 for models without one."""
+    if not (bridge.family.native and bridge.family.kind == "diffusion"):
+        return 0
+    return int(bridge.config.get("canvas_length") or CANVAS)
+
+
+def model_logits(model: Any, tokens: torch.Tensor, canvas: int) -> torch.Tensor:
+    """[1, S, V] logits of a model of transformers; for a canvas, the last `canvas` tokens, those of its second step,
+    conditioned on the first step's logits."""
+    if not canvas:
+        found: torch.Tensor = model(tokens).logits
+        return found
+    prompt, draft = tokens[:, :-canvas], tokens[:, -canvas:]
+    first = model(prompt, decoder_input_ids=draft).logits
+    found = model(prompt, decoder_input_ids=draft, self_conditioning_logits=first).logits
+    return found
 
 
 def unsupported_reason(bridge: Bridge) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from dlm_bridge.convert.checkpoints import find_checkpoint
 from dlm_bridge.convert.settings import Progress
 from dlm_bridge.convert.verify import Difference, Verdict, compare_tensors, total_bytes
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, SettingError, counted
-from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
+from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE, canvas_length, model_logits
 from dlm_bridge.exports.compressed import QuantizedCheckpoint
 from dlm_bridge.exports.loading import load_quantized
 from dlm_bridge.exports.schemes import QuantizedWeight
@@ -87,8 +86,10 @@ def verify_quantized(
     def compare(name: str, tensor: torch.Tensor) -> Difference | None:
         if tuple(tensor.shape) != found[name][1]:
             return Difference(name, "shape", f"{list(found[name][1])} and {list(tensor.shape)}")
-        if name in made.reader.parts:
-            errors[name], problem = _largest_error(made.reader.read_quantized(name), tensor)
+        if name in made.reader.quantised:
+            stack = made.reader.stacks.get(name)
+            weight = tensor if stack is None else stack.matrix(tensor)
+            errors[name], problem = _largest_error(made.reader.read_quantized(name), weight)
             return Difference(name, "values", problem) if problem else None
         here = made.read(name)
         if here.dtype != tensor.dtype and same_bits(here, tensor.to(here.dtype)):
@@ -100,7 +101,7 @@ def verify_quantized(
 
     differences += compare_tensors(common, specs, (source,), compare, workers, progress)
     verdict = QuantizedVerdict(made.where, source.where, not differences, len(common), total_bytes(common, specs))
-    verdict.differences, verdict.weights = differences, len(made.reader.parts)
+    verdict.differences, verdict.weights = differences, len(made.reader.quantised)
     verdict.bits = min(parts.bits for parts in made.reader.parts.values())
     verdict.error = max(errors.values(), default=0.0)
     if casts:
@@ -134,11 +135,12 @@ def _add_logits(verdict: QuantizedVerdict, made: QuantizedCheckpoint, source: Ch
     """Add the comparison of logits; a difference makes the verdict unequal."""
     try:
         model, _ = load_quantized(made.folder, made.where, None, torch.float32, None)
-        tokens = torch.randint(made.dims.vocab, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-        own = model.eval()(input_ids=tokens).logits.float()
+        canvas = canvas_length(Bridge(made))
+        tokens = torch.randint(made.dims.vocab, (1, LENGTH + canvas), generator=torch.Generator().manual_seed(0))
+        own = model_logits(model.eval(), tokens, canvas).float()
         del model
         exact = QuantizedCheckpoint(made.folder, dtype=torch.float32)
-        plain, original = (_logits(checkpoint, tokens) for checkpoint in (exact, source))
+        plain, original = (_logits(checkpoint, tokens, canvas) for checkpoint in (exact, source))
     except DlmBridgeError as error:
         verdict.differences.append(Difference("logits", "unreadable", str(error)))
         verdict.equal = False
@@ -158,8 +160,8 @@ def _add_logits(verdict: QuantizedVerdict, made: QuantizedCheckpoint, source: Ch
     verdict.equal = not problems
 
 
-def _logits(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
-    logits: Any = Bridge(checkpoint).build_hf_model(torch.float32).eval()(input_ids=tokens).logits
+def _logits(checkpoint: Checkpoint, tokens: torch.Tensor, canvas: int) -> torch.Tensor:
+    logits = model_logits(Bridge(checkpoint).build_hf_model(torch.float32).eval(), tokens, canvas)
     if not logits.isfinite().all():
         raise CheckpointError(checkpoint.where, "its logits are NaN or infinite")
     return logits.float()

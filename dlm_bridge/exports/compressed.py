@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.checkpoints.dequantised import DequantisedReader
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.formats.hub_weights import HubReader, TensorEntry
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.exports.schemes import PACKED, SCALE, SHAPE, QuantizedWeight
+from dlm_bridge.exports.stacked import ExpertStack, expert_stacks
 from dlm_bridge.files.reading import reading
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, header_name
+from dlm_bridge.models.families import find_family
 
 INVERSE = "_scale_inv"  # suffix of the scales of block-quantised FP8 weights
 # Formats of compressed-tensors whose groups may be quantised as in `_check_group`.
@@ -52,6 +55,7 @@ class CompressedReader(DequantisedReader):
         found = read_config(folder / CONFIG_FILE).get("quantization_config")
         self.config: dict[str, Any] = found if isinstance(found, dict) else {}
         where = folder / CONFIG_FILE
+        self.stacks: dict[str, ExpertStack] = {}
         HubReader.__init__(self, folder, QUANTISED_DTYPES)
         with reading(where, "quantization_config and the tensors do not match"):
             check = _check_compressed if self.config.get("quant_method") == "compressed-tensors" else _check_fp8
@@ -73,17 +77,52 @@ class CompressedReader(DequantisedReader):
         for name, entry in self._raw.items():
             if entry.stored in QUANTISED_DTYPES and name not in self._parts:
                 raise CheckpointError(folder, f"tensor {name} has dtype {entry.dtype_name}, but no scale")
-            if name.endswith((SCALE, INVERSE)) and name not in self._parts:
+            if name.endswith((".weight" + SCALE, ".weight" + INVERSE)) and name not in self._parts:
                 raise CheckpointError(folder, f"tensor {name} has no quantised weight")
+
+    def add_stacks(self, stacks: dict[str, ExpertStack]) -> None:
+        """Present the quantised matrices of experts as the Hub tensors that stack them. Raises CheckpointError for a
+        missing matrix, and for matrices that differ in shape or scheme."""
+        for name, stack in stacks.items():
+            found = [self.parts[matrix] for matrix in stack.names if matrix in self.parts]
+            if not found:
+                continue
+            if name in self._raw:
+                raise CheckpointError(self.folder, f"tensor {name} is stored twice: also as {stack.names[0]}")
+            if len(found) < len(stack.names):
+                missing = next(matrix for matrix in stack.names if matrix not in self.parts)
+                raise CheckpointError(self.folder, f"tensor {missing} is missing: other experts of its layer are not")
+            first, shape = self.quantised[stack.names[0]], (stack.rows, stack.shape[1])
+            for matrix, parts in zip(stack.names, found, strict=True):
+                scheme = (parts.shape, parts.bits, parts.block, self.quantised[matrix].stored)
+                if scheme != (shape, found[0].bits, found[0].block, first.stored):
+                    raise CheckpointError(
+                        self.folder,
+                        f"tensor {parts.values} [{parts.shape[0]}, {parts.shape[1]}] of the experts {name} needs the "
+                        f"shape {list(shape)}, and the scheme of {found[0].values}",
+                    )
+            for matrix in stack.names:
+                del self.quantised[matrix]
+            self.quantised[name] = replace(first, name=name, shape=stack.param.hub_shapes[0])
+            self.stacks[name] = stack
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised in fp32 and rounded if it is quantised."""
         if name not in self.quantised:
             return HubReader.read(self, name)
-        return self.read_quantized(name).dequantize(torch.float32).to(self.quantised[name].dtype)
+        found = self.read_quantized(name).dequantize(torch.float32).to(self.quantised[name].dtype)
+        return self.stacks[name].tensor(found) if name in self.stacks else found
 
     def read_quantized(self, name: str) -> QuantizedWeight:
-        """One quantised weight as stored, with the scales of each row."""
+        """One quantised weight as stored, with the scales of each row; of an expert stack its matrix."""
+        if name in self.stacks:
+            each = [self._read_quantized(matrix) for matrix in self.stacks[name].names]
+            return replace(
+                each[0], values=torch.cat([one.values for one in each]), scale=torch.cat([one.scale for one in each])
+            )
+        return self._read_quantized(name)
+
+    def _read_quantized(self, name: str) -> QuantizedWeight:
         parts = self.parts[name]
         rows, columns = parts.shape
         if parts.values.endswith(PACKED) and (shape := _weight(parts.values) + SHAPE) in self._raw:
@@ -91,13 +130,15 @@ class CompressedReader(DequantisedReader):
             if found != [rows, columns]:
                 raise CheckpointError(self.folder, f"tensor {shape} is {found}, its values are {[rows, columns]}")
         scale = HubReader.read(self, parts.scale).reshape(-(-rows // parts.block[0]), -1)
+        if not scale.isfinite().all():
+            raise CheckpointError(self.folder, f"tensor {parts.scale} has NaN or infinite values")
         if parts.block[0] > 1:
             scale = scale.repeat_interleave(parts.block[0], dim=0)[:rows].contiguous()
         group = parts.block[1] if columns % parts.block[1] else None
         return QuantizedWeight(HubReader.read(self, parts.values), scale, parts.bits, group)
 
     def _parts_of(self, name: str) -> tuple[str, str]:
-        return self.parts[name].names
+        return self.parts[self.stacks[name].names[0] if name in self.stacks else name].names
 
     def _found(self, name: str) -> Parts | None:
         """Parts of the quantised weight whose values are the tensor `name`; None for another tensor."""
@@ -158,7 +199,14 @@ class QuantizedCheckpoint(HubCheckpoint):
     reader: CompressedReader
 
     def __init__(self, folder: Path, family: str | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(folder, family, reader=CompressedReader(folder, dtype))
+        reader, config = CompressedReader(folder, dtype), read_config(folder / CONFIG_FILE)
+        try:
+            mapping = find_family(config, family).mapping
+        except CheckpointError:  # a model of transformers without a family here
+            pass
+        else:
+            reader.add_stacks(expert_stacks(mapping.params(checked_dims(mapping, config, str(folder)))))
+        super().__init__(folder, family, reader=reader)
 
 
 def _weight(name: str) -> str:

@@ -64,26 +64,33 @@ class QuantizedExperts(nn.Module):
     """Gated experts with quantised weights, in place of a module of transformers with the same arguments.
 
     Args:
-        gate_up: [experts, 2 * inner, hidden].
+        gate_up: [experts, 2 * inner, hidden]; of each expert the gate's rows come first.
         down: [experts, hidden, inner].
-        activation: function of the gate.
+        gate: gating function of the output [..., 2 * inner] of `gate_up`, to [..., inner].
         dtype: dtype of the activations.
+        biases: those of `gate_up` [experts, 2 * inner], in the same order, and of `down` [experts, hidden].
     """
+
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
 
     def __init__(
         self,
         gate_up: QuantizedWeight,
         down: QuantizedWeight,
-        activation: Callable[[torch.Tensor], torch.Tensor],
+        gate: Callable[[torch.Tensor], torch.Tensor],
         dtype: torch.dtype,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> None:
         super().__init__()
-        self.num_experts, self.act_fn = len(gate_up.values), activation
+        self.num_experts, self._gate = len(gate_up.values), gate
         self._kinds = {"gate_up": (gate_up.bits, gate_up.group), "down": (down.bits, down.group)}
         self._scaled = all(_takes_fp8(each, dtype) for each in (gate_up, down))
         for name, weight in (("gate_up", gate_up), ("down", down)):
             self.register_buffer(f"{name}_values", weight.values)
             self.register_buffer(f"{name}_scale", weight.scale.float() if self._scaled else weight.scale)
+        for name, bias in zip(("gate_up", "down"), biases, strict=True):
+            self.register_buffer(f"{name}_bias", bias)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -107,8 +114,10 @@ class QuantizedExperts(nn.Module):
             for expert, count in enumerate(counts):
                 if count:
                     part = slice(first, first + count)
-                    inner = self._gated(linear(rows[part], self.weight("gate_up", rows.dtype, expert)))
-                    outputs[part] = linear(inner, self.weight("down", rows.dtype, expert))
+                    inner = linear(rows[part], self.weight("gate_up", rows.dtype, expert))
+                    inner = self._gate(self._biased(inner, "gate_up", numbers[part]))
+                    inner = linear(inner, self.weight("down", rows.dtype, expert))
+                    outputs[part] = self._biased(inner, "down", numbers[part])
                     first += count
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         weighted = outputs[places].view(*top_k_index.shape, -1) * top_k_weights[..., None]
@@ -121,9 +130,9 @@ class QuantizedExperts(nn.Module):
             values, scale = values[expert], scale[expert]
         return QuantizedWeight(values, scale, *self._kinds[name]).dequantize(dtype)
 
-    def _gated(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+    def _biased(self, rows: torch.Tensor, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = getattr(self, f"{name}_bias")
+        return rows if bias is None else rows + bias[numbers]
 
     def _grouped(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Outputs of rows that are sorted by expert, without reading their number per expert on the host."""
@@ -141,7 +150,48 @@ class QuantizedExperts(nn.Module):
             )
             return output
 
-        return product(self._gated(product(rows, "gate_up")), "down")
+        inner = self._gate(self._biased(product(rows, "gate_up"), "gate_up", numbers))
+        return self._biased(product(inner, "down"), "down", numbers)
+
+
+def gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gating function of `QuantizedExperts`: activation(gate) * up."""
+
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        first, second = both.chunk(2, dim=-1)
+        return activation(first) * second
+
+    return gate
+
+
+def quantized_experts(
+    module: Any, gate_up: QuantizedWeight, down: QuantizedWeight, dtype: torch.dtype
+) -> QuantizedExperts | None:
+    """Quantised experts in place of a module of transformers; None for a module that is not gated experts."""
+    if is_gated_experts(module):
+        return QuantizedExperts(gate_up, down, gated(module.act_fn), dtype)
+    if not is_interleaved_experts(module):
+        return None
+    bias = module.gate_up_proj_bias.detach()
+    bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
+
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        halves = both.chunk(2, dim=-1)
+        inner: torch.Tensor = module._apply_gate(torch.stack(halves, dim=-1).flatten(-2))
+        return inner
+
+    return QuantizedExperts(gate_up, down, gate, dtype, (bias, module.down_proj_bias.detach()))
+
+
+def is_interleaved_experts(module: Any) -> bool:
+    """True if a module is gpt-oss's experts: transposed matrices with biases, gate and up in alternate columns."""
+    names = {name for name, _ in module.named_parameters()}
+    return (
+        names == {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+        and getattr(module, "is_transposed", False)
+        and not getattr(module, "is_concatenated", True)
+        and callable(getattr(module, "_apply_gate", None))
+    )
 
 
 def is_gated_experts(module: Any) -> bool:

@@ -21,9 +21,10 @@ from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
 from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.errors import CheckpointError, LayoutError, SettingError
 from dlm_bridge.exports.compressed import QuantizedCheckpoint
-from dlm_bridge.exports.layers import QuantizedExperts, QuantizedLinear, is_gated_experts
+from dlm_bridge.exports.layers import QuantizedLinear, quantized_experts
 from dlm_bridge.exports.quantized import quantized_names
 from dlm_bridge.exports.schemes import SCHEMES, QuantizedWeight, Scheme
+from dlm_bridge.exports.stacked import ExpertStack, expert_stacks
 from dlm_bridge.files.reading import opening, reading
 from dlm_bridge.hub import quantization_method
 from dlm_bridge.loading.lazy import LazyWeights, NotInRangesError, replace_parameters
@@ -62,18 +63,19 @@ def load_quantized(
         if quantize is not None:
             raise SettingError("quantize", f"{name} is quantised already")
         checkpoint = QuantizedCheckpoint(folder, family)
-        source = _Source(checkpoint, set(checkpoint.reader.parts))
+        source = _Source(checkpoint, set(checkpoint.reader.quantised), checkpoint.reader.stacks)
     else:
         if spec is None:
             raise SettingError("quantize", f"{name} is not of a family of dlm-bridge, whose linear layers are known")
         assert quantize is not None
         checkpoint = open_hub(folder, HubSourceSettings(family=family))
-        source = _Source(checkpoint, set(quantized_names(checkpoint)), SCHEMES[quantize])
+        stacks = expert_stacks(checkpoint.params)
+        source = _Source(checkpoint, set(quantized_names(checkpoint)), stacks, SCHEMES[quantize])
     vars(config).pop("quantization_config", None)
     wanted = dtype or _common_dtype(checkpoint)
     model = _empty_model(folder, name, spec, config, wanted)
     try:
-        weights = LazyWeights(model, checkpoint)
+        weights = LazyWeights(model, checkpoint, {} if spec is None else _originals(checkpoint))
     except NotInRangesError as error:
         raise CheckpointError(name, f"quantised weights do not load: {error}") from None
     if spec is not None:
@@ -84,17 +86,26 @@ def load_quantized(
     return model.to(device), spec
 
 
+def _originals(checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of tensors by those of copies that a checkpoint may omit."""
+    known = checkpoint.mapping.passthrough_names(checkpoint.dims)
+    return {name: entry.copy_of for name, entry in known.items() if entry.copy_of}
+
+
 class _Source:
     """Hub tensors, of which `quantised` are stored quantised or quantised by `scheme` when they are read."""
 
-    def __init__(self, checkpoint: Any, quantised: set[str], scheme: Scheme | None = None) -> None:
-        self.checkpoint, self.quantised, self.scheme = checkpoint, quantised, scheme
+    def __init__(
+        self, checkpoint: Any, quantised: set[str], stacks: dict[str, ExpertStack], scheme: Scheme | None = None
+    ) -> None:
+        self.checkpoint, self.quantised, self.stacks, self.scheme = checkpoint, quantised, stacks, scheme
 
     def read(self, name: str, device: torch.device) -> QuantizedWeight:
         if self.scheme is None:
             found: QuantizedWeight = self.checkpoint.reader.read_quantized(name)
             return replace(found, values=found.values.to(device), scale=found.scale.to(device))
-        return self.scheme.quantize(self.checkpoint.read(name).to(device), name)
+        tensor = self.checkpoint.read(name).to(device)
+        return self.scheme.quantize(self.stacks[name].matrix(tensor) if name in self.stacks else tensor, name)
 
 
 def _fill(
@@ -110,7 +121,9 @@ def _fill(
         own = [part.name in source.quantised for part in parts]
         if all(own):
             found = [source.read(part.name, device) for part in parts]
-            quantised.setdefault(holder, {})[leaf] = _joined(found, tensor.shape, name)
+            stack = source.stacks.get(parts[0].name)
+            shape = tensor.shape if stack is None else torch.Size(stack.shape_by_expert)
+            quantised.setdefault(holder, {})[leaf] = _joined(found, shape, name)
             continue
         if any(own):
             odd = parts[own.index(False)].name
@@ -123,10 +136,27 @@ def _fill(
         else:
             model.get_submodule(holder)._buffers[leaf] = whole
     replace_parameters(model, values)
+    same = _modules_by_weights(model)
     for holder, found_weights in quantised.items():
-        model.set_submodule(holder, _quantized_module(model.get_submodule(holder), found_weights, dtype, holder, name))
+        module = model.get_submodule(holder)
+        made = _quantized_module(module, found_weights, dtype, holder, name)
+        for path in same[_weights_of(module)]:
+            model.set_submodule(path, made)
     left = [path for path, weight in model.named_parameters() if weight.is_meta]
     assert not left, f"{left[0]} has no values"
+
+
+def _modules_by_weights(model: nn.Module) -> dict[tuple[int, ...], list[str]]:
+    """Paths of the modules with the same parameters: a tower that shares its layers with another has them twice."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if weights := _weights_of(module):
+            found.setdefault(weights, []).append(path)
+    return found
+
+
+def _weights_of(module: nn.Module) -> tuple[int, ...]:
+    return tuple(id(weight) for weight in module.parameters(recurse=False))
 
 
 def _joined(found: list[QuantizedWeight], shape: torch.Size, name: str) -> QuantizedWeight:
@@ -147,9 +177,10 @@ def _quantized_module(
     """Module with quantised weights in place of a linear layer or of experts."""
     if type(module) is nn.Linear and found.keys() == {"weight"}:
         return QuantizedLinear(found["weight"], module.bias, dtype)
-    if is_gated_experts(module) and found.keys() == {"gate_up_proj", "down_proj"}:
-        activation: Any = module.act_fn
-        return QuantizedExperts(found["gate_up_proj"], found["down_proj"], activation, dtype)
+    if found.keys() == {"gate_up_proj", "down_proj"}:
+        experts = quantized_experts(module, found["gate_up_proj"], found["down_proj"], dtype)
+        if experts is not None:
+            return experts
     raise CheckpointError(name, f"{path}: a {type(module).__name__} with quantised weights is not supported")
 
 

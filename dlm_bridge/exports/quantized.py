@@ -1,6 +1,7 @@
 """`export --quantize`: quantised Hub folders in the layout of compressed-tensors, one parameter at a time.
 
-The linear layers of attention, MLPs and experts are quantised. Embeddings, the output layer (also a tied one), norms,
+The linear layers of attention, MLPs and experts are quantised, also of experts that the Hub stacks in one tensor
+(`stacked.py`). Embeddings, the output layer (also a tied one), norms,
 routers and multi-token prediction layers keep their dtype.
 """
 
@@ -25,6 +26,7 @@ from dlm_bridge.convert.settings import ExportSettings
 from dlm_bridge.convert.transfer import HubTransfer, is_finished, unfinished_output
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.exports.schemes import PACKED, SCALE, SCHEMES, SHAPE, Scheme
+from dlm_bridge.exports.stacked import ExpertStack, expert_stacks
 from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.hub import CONFIG_FILE
 from dlm_bridge.mapping.rules import ParamMapping
@@ -45,10 +47,21 @@ def write_quantized(source: Checkpoint, output: Path, settings: ExportSettings) 
     if source.config.get("quantization_config"):
         raise SettingError("quantize", f"{source.where} is quantised already: use the checkpoint it was made from")
     logical = plan_hub(source, output, settings)
-    report, quantised = logical.report, quantized_names(source)
+    report, quantised, stacks = logical.report, quantized_names(source), expert_stacks(source.params)
+    for name, entry in source.passthrough.items():
+        if entry.copy_of in quantised:
+            raise SettingError(
+                "quantize", f"{source.where} has {entry.copy_of} twice, also as {name}: remove the copy"
+            )
     outputs: dict[str, TensorSpec] = {}
     for name, (dtype, shape) in logical.specs.items():
-        outputs |= scheme.specs(name, shape, dtype) if name in quantised else {name: (dtype, shape)}
+        if name not in quantised:
+            outputs[name] = dtype, shape
+        elif name in stacks:
+            for matrix in stacks[name].names:
+                outputs |= scheme.specs(matrix, (stacks[name].rows, stacks[name].shape[1]), dtype)
+        else:
+            outputs |= scheme.specs(name, shape, dtype)
     shards = plan_by_size(outputs, settings.shard_bytes or SHARD_SIZE)
     # A weight has its source's dtype here, and its parts have theirs: both are read or written, and recorded.
     plan = HubOutput(report, outputs | logical.specs, shards)
@@ -65,7 +78,7 @@ def write_quantized(source: Checkpoint, output: Path, settings: ExportSettings) 
     config["quantization_config"] = scheme.config(ignored_layers(source, quantised))
     with unfinished_output(source, output, plan, settings) as (folder, journal):
         writer = HubWriter(folder, shards)
-        transfer = QuantizedTransfer(source, plan, journal, settings, writer, scheme, quantised)
+        transfer = QuantizedTransfer(source, plan, journal, settings, writer, scheme, quantised, stacks)
         transfer.run()
         writer.finish()
         index = index_text(shards).encode() if len(shards) > 1 else None
@@ -86,22 +99,14 @@ def write_quantized(source: Checkpoint, output: Path, settings: ExportSettings) 
 
 
 def quantized_names(source: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights to quantise, by Hub name.
-
-    Raises SettingError for a family with experts that are stacked in one tensor, or without linear layers.
-    """
+    """Shapes of the weights to quantise, by Hub name. Raises SettingError for a family without linear layers."""
     found: dict[str, tuple[int, ...]] = {}
+    stacks = expert_stacks(source.params)
     for param in source.params:
         if param.is_mtp or not _LINEAR.search(param.rule.megatron):
             continue
         for name, shape in zip(param.hub_names, param.hub_shapes, strict=True):
-            if len(shape) > 2 or not name.endswith(".weight"):
-                raise SettingError(
-                    "quantize",
-                    f"does not support {source.family.name}: {name} {list(shape)} is not the matrix of one linear "
-                    "layer, and has no published quantised layout here",
-                )
-            if len(shape) == 2:
+            if name in stacks or (len(shape) == 2 and name.endswith(".weight")):
                 found[name] = shape
     if not found:
         raise SettingError("quantize", f"does not support {source.family.name}: no linear layer is known")
@@ -134,9 +139,10 @@ class QuantizedTransfer(HubTransfer):
         writer: HubWriter,
         scheme: Scheme,
         quantised: dict[str, tuple[int, ...]],
+        stacks: dict[str, ExpertStack],
     ) -> None:
         super().__init__(source, plan, journal, settings, writer)
-        self._scheme, self._quantised = scheme, quantised
+        self._scheme, self._quantised, self._stacks = scheme, quantised, stacks
 
     def manifest(self, format_: str, folder: Path) -> Manifest:
         """Extends Transfer: the tensors are the stored ones."""
@@ -145,7 +151,7 @@ class QuantizedTransfer(HubTransfer):
         for name in parts:  # not of the source
             del self.records.read[name]
         made = super().manifest(format_, folder)
-        gone = {name for name in self._quantised if name + PACKED in parts}
+        gone = {name for name in self._quantised if name in self._stacks or name + PACKED in parts}
         kept = {name: record for name, record in made.tensors.items() if name not in gone}
         return replace(made, tensors=kept | parts)
 
@@ -158,7 +164,12 @@ class QuantizedTransfer(HubTransfer):
         """Stored tensors of a Hub tensor."""
         if name not in self._quantised:
             return (name,)
-        return (name + PACKED, name + SCALE, name + SHAPE) if self._scheme.group else (name, name + SCALE)
+        ends = (PACKED, SCALE, SHAPE) if self._scheme.group else ("", SCALE)
+        return tuple(matrix + end for matrix in self._matrices(name) for end in ends)
+
+    def _matrices(self, name: str) -> tuple[str, ...]:
+        """Quantised weights of a Hub tensor."""
+        return self._stacks[name].names if name in self._stacks else (name,)
 
     def _stored(self, param: ParamMapping) -> list[str]:
         return [part for name in super()._names(param) for part in self._parts(name)]
@@ -185,9 +196,18 @@ class QuantizedTransfer(HubTransfer):
     def _quantize(self, name: str, tensor: torch.Tensor) -> None:
         """Quantise one weight, write its parts, and record them beside the weight that was read."""
         converted = self.records.convert(name, tensor, self.source.stored_record(name))
-        made = self._scheme.quantize(converted, name)
-        parts = [made.values, made.scale, torch.tensor(converted.shape)]
-        for part, values in zip(self._parts(name), parts, strict=False):
+        matrix = self._stacks[name].matrix(converted) if name in self._stacks else converted
+        made = self._scheme.quantize(matrix, name)
+        count = len(matrix) // len(self._matrices(name))
+        parts = []
+        for first in range(0, len(matrix), count):
+            rows = made.rows(first, first + count)
+            parts += [
+                rows.values,
+                rows.scale,
+                *([torch.tensor([count, matrix.shape[1]])] if self._scheme.group else []),
+            ]
+        for part, values in zip(self._parts(name), parts, strict=True):
             self._writer.put(part, values)
             record = record_of(values)
             self.records.written[part] = record

@@ -50,10 +50,7 @@ class Scheme:
         rows, columns = shape
         if self.group is None:
             return {name: (self.dtype, shape), name + SCALE: (dtype, (rows, 1))}
-        if columns % self.group:
-            raise CheckpointError(
-                name, f"has {columns} input channels, which groups of {self.group} do not divide: use fp8 or int8"
-            )
+        self._check_groups(name, columns)
         return {
             name + PACKED: (self.dtype, (rows, columns // _CODES)),
             name + SCALE: (dtype, (rows, columns // self.group)),
@@ -61,8 +58,10 @@ class Scheme:
         }
 
     def quantize(self, weight: torch.Tensor, name: str) -> QuantizedWeight:
-        """Quantise a weight [out, in]. Raises CheckpointError if it has NaN or infinite values."""
+        """Quantise a weight [out, in]. Raises CheckpointError for NaN or infinite values, and if groups do not divide
+        the input channels."""
         rows, columns = weight.shape
+        self._check_groups(name, columns)
         group = self.group or columns
         packed = columns // _CODES if self.dtype == torch.int32 else columns
         values = torch.empty(rows, packed, dtype=self.dtype, device=weight.device)
@@ -77,6 +76,12 @@ class Scheme:
             codes = (block / scale.float()[..., None]).flatten(1)
             values[first : first + step] = self._round(codes)
         return QuantizedWeight(values, scales, self.bits)
+
+    def _check_groups(self, name: str, columns: int) -> None:
+        if self.group is not None and columns % self.group:
+            raise CheckpointError(
+                name, f"has {columns} input channels, which groups of {self.group} do not divide: use fp8 or int8"
+            )
 
     def _round(self, codes: torch.Tensor) -> torch.Tensor:
         if self.dtype == torch.float8_e4m3fn:

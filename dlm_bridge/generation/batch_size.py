@@ -157,4 +157,4 @@ def _meminfo(name: str) -> int | None:
 
 def _cache_bytes(model: Any, layer: Any) -> int:
     """Size in bytes of a column's keys and values in a layer."""
-    return 2 * kv_heads(model, layer) * int(layer.head_dim) * next(layer.parameters()).dtype.itemsize
+    return 2 * kv_heads(model, layer) * int(layer.head_dim) * int(model.dtype.itemsize)

@@ -10,6 +10,7 @@ Values of the setting `cache`:
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -229,8 +230,9 @@ def head_sizes(layer: Any) -> tuple[int, int]:
 
 
 def _device(layer: nn.Module) -> torch.device:
-    """Device of a layer's weights; for offloaded weights, the device that accelerate loads them to."""
-    device = next(layer.parameters()).device
+    """Device of a layer's weights (buffers if they are quantised); for offloaded weights, the device that accelerate
+    loads them to."""
+    device = next(chain(layer.parameters(), layer.buffers())).device
     if device.type == "meta":
         hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in layer.modules()]
         device = torch.device(next(hook.execution_device for hook in hooks if hasattr(hook, "execution_device")))

@@ -10,7 +10,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -47,6 +47,10 @@ class LazyWeights:
     transformers merges some Hub tensors into one parameter (experts). Its own conversion, reversed on the row numbers
     of a parameter, gives the position of each Hub tensor in the parameter.
 
+    Args:
+        originals: names of tensors by those of their copies, which may not be stored: tied weights of a model can be
+            listed under the copies' names.
+
     Attributes:
         unused: stored tensors that the model does not have, without those that its class ignores.
 
@@ -55,13 +59,15 @@ class LazyWeights:
             of elements than the model's.
     """
 
-    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, originals: Mapping[str, str] | None = None) -> None:
         self._checkpoint = checkpoint
         self._ranges: dict[str, tuple[HubRange, ...]] = {}
         stored = checkpoint.stored_specs()
         for name, tensor in stored_tensors(model):
             parts = []
             for part, shape in hub_ranges(model, name, tensor):
+                if originals is not None and (original := originals.get(part.name)) in stored:
+                    part = replace(part, name=original)
                 _check_stored(part.name, shape, stored)
                 parts.append(part)
             self._ranges[name] = tuple(sorted(parts, key=lambda part: part.start))

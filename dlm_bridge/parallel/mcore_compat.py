@@ -1,7 +1,7 @@
 """Differences between the supported versions of megatron-core, one function or name for each.
 
 Two numbers after a path are its lines in 0.16.1 and in 0.19.2; elsewhere the version is named. Patches are in
-`mcore_patches`, whose rows name their versions. Only this module and the patches depend on the version.
+`mcore_patches`, whose rows name their versions. Only this module and that table depend on the version.
 """
 
 from __future__ import annotations

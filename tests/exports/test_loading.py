@@ -4,17 +4,19 @@ does not load."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dlm_bridge import Bridge
 from dlm_bridge.errors import CheckpointError, LayoutError, SettingError
 from dlm_bridge.exports.compressed import QuantizedCheckpoint
-from dlm_bridge.exports.layers import QuantizedExperts, QuantizedLinear, is_gated_experts
+from dlm_bridge.exports.layers import QuantizedExperts, QuantizedLinear, gated, is_gated_experts
 from dlm_bridge.exports.loading import load_quantized
 from dlm_bridge.exports.schemes import SCHEMES, QuantizedWeight
 from dlm_bridge.loading import Placement, load_model
@@ -64,7 +66,7 @@ def test_experts_are_transformers_own(tmp_path: Path) -> None:
     for weight in (experts.gate_up_proj, experts.down_proj):
         each = [SCHEMES["int8"].quantize(matrix.detach(), "x") for matrix in weight]
         made.append(QuantizedWeight(torch.stack([w.values for w in each]), torch.stack([w.scale for w in each]), 8))
-    own = QuantizedExperts(*made, experts.act_fn, torch.float32)
+    own = QuantizedExperts(*made, gated(experts.act_fn), torch.float32)
     experts.gate_up_proj.data, experts.down_proj.data = (weight.dequantize(torch.float32) for weight in made)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, experts.gate_up_proj.shape[2], generator=generator)
@@ -157,6 +159,8 @@ def test_what_does_not_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
             load()
     with refused(SettingError, "quantize", "nf4"):
         load_model(source, quantize="nf4")
+    with refused(CheckpointError, "model.transformer.blocks.0.q_proj.weight", "128"):
+        load_quantized(write(tmp_path / "small", "llada", d_model=64), "small", None, None, "int4")
     with refused(LayoutError, "device_map"):
         load_model(folder, Placement(device_map="auto"))
     config = json.loads((folder / "config.json").read_text())
@@ -200,10 +204,10 @@ def test_products_of_a_gpu(scheme: str) -> None:
         each = [SCHEMES[scheme].quantize(random(*shape[1:]) * 0.05, "x") for _ in range(shape[0])]
         values, scale = (torch.stack([getattr(one, name) for one in each]) for name in ("values", "scale"))
         stacks.append(QuantizedWeight(values, scale, made.bits))
-    experts = QuantizedExperts(*stacks, nn.functional.silu, torch.bfloat16)
+    experts = QuantizedExperts(*stacks, gated(nn.functional.silu), torch.bfloat16)
     plain = QuantizedExperts(
-        *(QuantizedWeight(one.values.cpu(), one.scale.cpu(), one.bits) for one in stacks), nn.functional.silu,
-        torch.float32,
+        *(QuantizedWeight(one.values.cpu(), one.scale.cpu(), one.bits) for one in stacks),
+        gated(nn.functional.silu), torch.float32,
     )  # fmt: skip
     for rows in (1, 40):
         hidden = random(rows, 128)
@@ -211,3 +215,51 @@ def test_products_of_a_gpu(scheme: str) -> None:
         weights = torch.rand(rows, 2, generator=generator, device="cuda")
         expected = plain(hidden.float().cpu(), chosen.cpu(), weights.cpu())
         assert (experts(hidden, chosen, weights).float().cpu() - expected).norm() < 0.1 * expected.norm()
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key of a JSON value, as the keys that lead to it."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from _paths(inner, (*path, key))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_every_field_of_the_config_may_be_damaged(scheme: str, tmp_path: Path) -> None:
+    """A folder with a field that is missing or has another value loads as it was, or is refused."""
+    sizes = {"d_model": 128, "mlp_hidden_size": 128, "n_layers": 1}
+    folder = export(write_llada(tmp_path / "source", **sizes), tmp_path / "out", scheme)
+    where, name = folder / "config.json", "model.transformer.blocks.0.attn_out.weight"
+    text, expected = where.read_text(), QuantizedCheckpoint(folder).read(name)
+    refusals = []
+    for path in _paths(json.loads(text)["quantization_config"]):
+        for value in (..., None, [], {}, "x", -1, 0, 7, 64, True):
+            changed = json.loads(text)
+            inner = changed["quantization_config"]
+            for key in path[:-1]:
+                inner = inner[key]
+            inner.pop(path[-1])
+            if value is not ...:
+                inner[path[-1]] = value
+            where.write_text(json.dumps(changed))
+            try:
+                found = QuantizedCheckpoint(folder).read(name)
+            except (CheckpointError, SettingError) as error:
+                refusals.append(str(error))
+            else:
+                assert torch.equal(found, expected), (path, value)
+    assert len(refusals) > 20
+    assert not any("\n" in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_damaged_scales_are_named(value: float, tmp_path: Path) -> None:
+    source = write_llada(tmp_path / "source", d_model=128, mlp_hidden_size=128)
+    folder = export(source, tmp_path / "out", "fp8")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.transformer.blocks.1.ff_proj.weight_scale"
+    tensors[name][3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with refused(CheckpointError, folder, name):
+        load_quantized(folder, str(folder), None, None, None)

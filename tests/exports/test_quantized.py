@@ -21,7 +21,6 @@ from dlm_bridge.exports.compressed import QuantizedCheckpoint
 from dlm_bridge.exports.quantized import QuantizedTransfer
 from dlm_bridge.exports.schemes import SCHEMES, pack, unpack
 from tests.convert.helpers import run_cli
-from tests.diffusion_gemma.checkpoint import write_checkpoint
 from tests.exports.folders import export, stored, write
 from tests.refusals import refused
 
@@ -263,8 +262,6 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert name in err
     with refused(SettingError, "quantize", "int2"):
         export(small, tmp_path / "out", "int2")
-    with refused(SettingError, "quantize", "experts"):
-        export(write_checkpoint(tmp_path / "gemma"), tmp_path / "out", "fp8")
     folder = export(small, tmp_path / "fp8", "fp8")
     with refused(SettingError, "quantize", str(folder)):
         export(folder, tmp_path / "out", "int8")

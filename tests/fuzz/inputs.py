@@ -89,6 +89,19 @@ OF_A_HUB_FOLDER = (
     ("push", "{it}", "me/model", "--dry-run"),
     ("preprocess", "{text}", "--tokenizer", "{it}", "--output", "{out}", "--workers", "1"),
 )
+EXPORT = ("export", "{it}", "{out}")
+OF_A_QUANTISED_FOLDER = (
+    GENERATE,
+    PERPLEXITY,
+    SERVE,
+    SFT,
+    EXPORT,
+    ("import", "{it}", "{out}", "--tp", "2"),
+    ("push", "{it}", "me/model", "--dry-run"),
+    ("plan", "{it}", "--gpus", "2", "--seq-length", "32"),
+    ("inspect", "{it}"),
+    ("verify", "{it}"),
+)
 VRPO = ("rl", "--method", "vrpo", "--data", "{pairs}", *SHORT)
 REWARD = ("--reward", "{reward}:short", "--gen-length", "8", "--group-size", "2")
 TRACED = ("--method", "tracerl", "--value-model", "--trace-steps", "1", "--sharding", "fsdp")
@@ -143,6 +156,31 @@ def _pickled(root: Path, target: Path, _: Run) -> None:
         torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, target / file)
     index = {"metadata": {"total_size": sum(each.nbytes for each in tensors.values())}, "weight_map": weight_map}
     (target / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _quantised(scheme: str) -> Callable[[Path, Path, Run], None]:
+    """LLaDA for int8; wide enough for groups of 128 input channels for int4."""
+
+    def build(root: Path, target: Path, run: Run) -> None:
+        source = root / "diffusion"
+        if scheme == "int4":
+            source = root / "wide"
+            write_llada(source, **{**LLADA, "d_model": 128, "mlp_hidden_size": 128}, **IDS)
+            write_tokenizer(source, TOKENIZER)
+        run(("export", str(source), str(target), "--quantize", scheme))
+
+    return build
+
+
+def _quantised_experts(root: Path, target: Path, run: Run) -> None:
+    """gpt-oss, whose experts are matrices of their own in a quantised folder only."""
+    from tests.autoregressive.cases import CASES
+
+    case = next(case for case in CASES if case.label == "gpt-oss")
+    ids = {"vocab_size": VOCABULARY, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": EOS}
+    source = case.write(root / "experts", **ids)
+    write_tokenizer(source, TOKENIZER)
+    run(("export", str(source), str(target), "--quantize", "fp8"))
 
 
 def _adapter(root: Path, target: Path, run: Run) -> None:
@@ -297,8 +335,23 @@ KINDS: dict[str, Kind] = {
             (*VRPO, "--model", "{it}"),
             (*GRPO, "--model", "{it}"),
             ("verify", "{diffusion}", "{it}", "--logits"),
+            *((*EXPORT, "--quantize", scheme) for scheme in ("fp8", "int8")),
+            *((*EXPORT, "--to", "gguf", *words) for words in ((), ("--quantize", "q8_0"))),
+            (*GENERATE, "--quantize", "fp8"),
         ),
     ),
+    "quantised": Kind(
+        _quantised("int8"),
+        (
+            *OF_A_QUANTISED_FOLDER,
+            ("verify", "{it}", "--against", "{diffusion}"),
+            ("verify", "{it}", "--against", "{diffusion}", "--logits"),
+            ("verify", "{diffusion}", "--against", "{it}"),
+        ),
+        needs=("diffusion",),
+    ),
+    "quantised_int4": Kind(_quantised("int4"), OF_A_QUANTISED_FOLDER),
+    "quantised_experts": Kind(_quantised_experts, OF_A_QUANTISED_FOLDER),
     "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"), UPCYCLE)),
     "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin", ("llama",)),
     "llama_dlm": Kind(_to_dlm, (GENERATE, SFT, SERVE), needs=("llama",)),

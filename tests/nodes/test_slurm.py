@@ -43,7 +43,7 @@ def alone(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of one process."""
     root = tmp_path_factory.mktemp("alone")
     words = pretrain(files, root / "run", steps=STEPS, save_interval=5)
-    assert launcher.run("dlm_bridge.cli", words, [environment()], [root / "log.txt"], timeout_s=120), (
+    assert launcher.run("dlm_bridge.cli", words, [environment()], [root / "log.txt"], timeout_s=600), (
         root / "log.txt"
     ).read_text()
     return root / "run"
@@ -66,7 +66,10 @@ def test_srun_alone_starts_one_run(one_host: OneHost, files: Files, alone: Path,
         f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\nsrun {' '.join([*PROGRAM, *run])}\n", "--overcommit"
     )
     wait_for_step(one_host, job, tmp_path / "run", 3)
+    # On a slow machine the run would end before the second step has imported what it needs.
+    one_host.run("scancel", "--signal=STOP", job)
     code, said = one_host.srun("python", "-m", "dlm_bridge.cli", *run, "--resume")
+    one_host.run("scancel", "--signal=CONT", job)
     assert code == 2, said
     assert re.search(r"dlm-bridge: .*output", said)
     ended = one_host.wait(job, "COMPLETED", "FAILED")

@@ -258,7 +258,7 @@ MODULE_PATCHES = (
         source="transformer/cuda_graphs.py",
         lines=(319, None),
         when=anywhere("cuda_graphs"),
-        code="process_wide:release_cuda_graphs",
+        code="modules:release_graph_buffers",
     ),
     Patch(
         target="MoEAllGatherTokenDispatcher",
@@ -568,6 +568,13 @@ PATCHES = (
     *FSDP_PATCHES,
     *PROCESS_PATCHES,
 )
+
+
+def is_needed(code: Callable[..., Any]) -> bool:
+    """True if the row whose `code` is this function applies to the installed version of megatron-core."""
+    name = f"{code.__module__.rpartition('.')[2]}:{code.__name__}"
+    row = next(patch for patch in PATCHES if patch.code == name)
+    return overrides.nearest_supported(overrides.installed_version()) in row.versions
 
 
 def overrides_of(platform: Platform, version: str | None = None) -> Table:

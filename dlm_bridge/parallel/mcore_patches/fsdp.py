@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge.parallel import mcore_compat, platform
 from dlm_bridge.parallel.core import TransformerLayer, parallel_state, unwrap_model
+from dlm_bridge.parallel.mcore_patches import is_needed
 
 SHARDED = "dp_cp"  # megatron-core's name of the mesh dimension over which FSDP shards
 
@@ -233,9 +234,9 @@ def patch_unshared_gradients(wrapped: Any) -> None:
 
     These are the experts' gradients if expert parallelism uses all data parallel ranks, and all gradients if there is
     one rank. They accumulate in place: each reduction would add them to themselves, doubling the sum over earlier
-    micro-batches. No-op with megatron-core 0.19, which accumulates only gradients that several ranks share.
+    micro-batches. No-op with a version that accumulates only gradients that several ranks share.
     """
-    if not mcore_compat.IS_0_16:
+    if not is_needed(patch_unshared_gradients):
         return
     pipeline = wrapped.grad_reduce_pipeline
     reduce = pipeline._bucket_group_gradient_reduce

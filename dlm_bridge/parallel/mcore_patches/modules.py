@@ -29,6 +29,7 @@ from dlm_bridge.parallel.core import (
     reduce_scatter_to_sequence_parallel_region,
     tensor_parallel_layers,
 )
+from dlm_bridge.parallel.mcore_patches import is_needed
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
@@ -458,10 +459,26 @@ def patched_gradient_accumulation() -> Iterator[None]:
 def patch_grouped_linear_state(chunks: Sequence[Any]) -> None:
     """Make layers of grouped experts savable if their FP8 recipe has no state: megatron-core would split Transformer
     Engine 2.20's empty state."""
-    for chunk in chunks if mcore_compat.IS_0_16 else ():
+    for chunk in chunks if is_needed(patch_grouped_linear_state) else ():
         for module in chunk.modules():
             if hasattr(module, "_split_extra_state"):
                 module._split_extra_state = partial(_split_extra_state, module)
+
+
+def release_cuda_graphs() -> None:
+    """Delete all CUDA graphs and the memory that they share, so that another model can be recorded: megatron-core has
+    one list of graphs per process, for one model."""
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs.delete_cuda_graphs()
+    if is_needed(release_graph_buffers):
+        release_graph_buffers(cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool)
+
+
+def release_graph_buffers(pool: Any) -> None:
+    """Release the buffers in the pool that CUDA graphs share."""
+    for references in (pool.pool, pool.tensor_strong_refs, pool.tensor_strong_refs_dataptrs):
+        references.clear()
 
 
 def _split_extra_state(module: Any, state: Any) -> list[Any]:

@@ -317,18 +317,6 @@ def init_data_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_data
 
 
-def release_cuda_graphs() -> None:
-    """Delete all CUDA graphs and the memory that they share, so that another model can be recorded: megatron-core has
-    one list of graphs per process, for one model."""
-    from megatron.core.transformer import cuda_graphs
-
-    cuda_graphs.delete_cuda_graphs()
-    buffers = getattr(cuda_graphs._CudagraphGlobalRecord, "tensor_reuse_pool", None)  # of 0.16
-    if buffers is not None:
-        for references in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
-            references.clear()
-
-
 def start_results_queue(writers: Any) -> None:
     """Start the process of the queue to which the checkpoint writers in a module, `writers`, report, unless it is
     running. It ends with this process and ignores signals: Slurm or a shell signals all processes of a job, but the

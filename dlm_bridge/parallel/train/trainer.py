@@ -32,8 +32,8 @@ from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
+from dlm_bridge.parallel.mcore_patches.modules import release_cuda_graphs
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
-from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.parallel.train.checkpoints import (
     CheckpointManager,
