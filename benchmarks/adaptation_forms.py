@@ -16,7 +16,7 @@ test problems are for the finalists.
                writes it after a prompt with what comes before and after it, and was trained on such prompts for as
                many steps
 
-A line for each sampler setting, as soon as it is known: right answers (the number after ####) with Wilson's 95%
+A line for each sampler setting, as soon as it is known: right answers (by the number after ####) with Wilson's 95%
 interval, those by the last number of the text, tokens before the end of the text per forward pass of the row (all
 passes counted), the fraction of texts that ended, seconds of training and sampling. Finalists' lines on the test
 problems also have the ratio of their accuracy to the twin's, with a paired bootstrap interval. Seconds are those of
@@ -34,7 +34,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -46,10 +45,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gsm8k import CALCULATOR, last_number, ratio_interval, stated_number, wilson
+
 ROOT = Path(__file__).resolve().parents[1]
-CALCULATOR = re.compile(r"<<.*?>>")
-ANSWER = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
-NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 THRESHOLDS = (0.95, 0.85, 0.7)
 RECIPE = {
     "lr-schedule": "cosine", "min-lr": 0, "weight-decay": 0, "beta1": 0.9, "beta2": 0.999, "clip-grad": 1,
@@ -428,7 +426,7 @@ class Bench:
         reference, ratios = bits(twin["test"][0]["bits"]), []
         for form, one in found.items():
             for line in (one or {"test": []})["test"]:
-                ratio, low, high = ratio_interval(bits(line["bits"]), reference)
+                ratio, low, high = ratio_interval(bits(line["bits"]), reference) or (None, None, None)
                 words = {"form": form, "setting": line["setting"], "ratio_to_twin": ratio, "low": low, "high": high}
                 print(json.dumps(words), flush=True)
                 ratios.append(json.dumps(words) + "\n")
@@ -577,38 +575,6 @@ def hide(row: Line, drawn: random.Random) -> list[Line]:
 
 def fits(tokenizer: Any, row: Line, limit: int) -> bool:
     return len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) <= limit
-
-
-def stated_number(text: str) -> float | None:
-    """The number after ####, None where there is none."""
-    found = ANSWER.search(text)
-    return None if found is None else float(found[1].replace(",", ""))
-
-
-def last_number(text: str) -> float | None:
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a fraction."""
-    z, p = 1.96, right / count
-    middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    low, high = (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
-    return round(max(low, 0.0), 4), round(min(high, 1.0), 4)
-
-
-def ratio_interval(own: list[int], reference: list[int], draws: int = 2000) -> tuple[float | None, ...]:
-    """Ratio of two accuracies on the same problems with its 95% interval by a paired bootstrap."""
-    import numpy
-
-    rng, one, other = numpy.random.default_rng(0), numpy.array(own), numpy.array(reference)
-    if not other.sum():
-        return None, None, None
-    index = rng.integers(len(one), size=(draws, len(one)))
-    ratios = one[index].sum(1) / numpy.maximum(other[index].sum(1), 1)
-    low, high = numpy.quantile(ratios, [0.025, 0.975])
-    return round(float(one.sum() / other.sum()), 3), round(float(low), 3), round(float(high), 3)
 
 
 def bits(text: str) -> list[int]:

@@ -45,14 +45,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from gsm8k import CALCULATOR, last_number, ratio_interval, stated_number, wilson
 
 STAGES = ("prepare", "twin", "answers", "drafts", "measure", "speed", "adapter", "draw")
 # A special token that no chat contains: the vocabulary does not grow, so that its size stays a multiple of 64.
 MASK = "<empty_output>"
-ANSWER = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
-NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
-CALCULATOR = re.compile(r"<<.*?>>")
-BOOTSTRAP = 10_000
 STOPPED = 75  # exit code of a training that is cut off
 START_UP = 60.0  # seconds that a command needs beside its training
 RANK, ADAPTER_RANK, ADAPTER_BYTES = 128, 12, 8_000_000
@@ -713,49 +712,9 @@ def write_recorded(
 # ---- Measures.
 
 
-def number(text: str) -> float | None:
-    """The number after the last ####, None where there is none (strict)."""
-    found = ANSWER.findall(text)
-    return to_number(found[-1]) if found else None
-
-
-def last_number(text: str) -> float | None:
-    """The last number of a text (flexible)."""
-    found = NUMBER.findall(text)
-    return to_number(found[-1]) if found else None
-
-
-def to_number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", "").rstrip("."))
-    except ValueError:
-        return None
-
-
-def is_right(text: str, row: Sequence[dict[str, str]], read: Callable[[str], float | None] = number) -> bool:
+def is_right(text: str, row: Sequence[dict[str, str]], read: Callable[[str], float | None] = stated_number) -> bool:
     found = read(text)
-    return found is not None and found == number(row[1]["content"])
-
-
-def wilson(right: int, of: int) -> tuple[float, float]:
-    """95% interval of a share (Wilson's)."""
-    z, share = 1.959964, right / of
-    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
-    width = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / (1 + z * z / of)
-    return round(middle - width, 4), round(middle + width, 4)
-
-
-def ratio_interval(ours: Sequence[bool], twins: Sequence[bool]) -> tuple[float, float] | None:
-    """95% interval of the ratio of accuracies, by a bootstrap over problems (paired)."""
-    import numpy as np
-
-    if not any(twins):
-        return None
-    both = np.array([ours, twins], dtype=float)
-    picks = np.random.default_rng(0).integers(both.shape[1], size=(BOOTSTRAP, both.shape[1]))
-    right = both[:, picks].sum(axis=2)
-    low, high = np.quantile(right[0] / np.maximum(right[1], 1), [0.025, 0.975])
-    return round(float(low), 4), round(float(high), 4)
+    return found is not None and found == stated_number(row[1]["content"])
 
 
 def tokens_per_forward(found: Sequence[dict[str, Any]]) -> float:
@@ -786,7 +745,8 @@ def correctness(
     }
     if twins is not None:
         own = [is_right(text, row) for text, row in zip(decode(work, twins), rows, strict=True)]
-        facts |= {"ratio": round(sum(strict) / max(1, sum(own)), 4), "ratio_interval": ratio_interval(strict, own)}
+        ratio = ratio_interval(strict, own)
+        facts |= {"ratio": ratio and ratio[0], "ratio_interval": ratio and ratio[1:]}
     return facts
 
 

@@ -64,7 +64,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Names of options are not broken at their hyphens."""
+    """Code in tables without the backslash that keeps a bar from ending its cell, and names of options that are not
+    broken at their hyphens."""
+    html = re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.S)
     return re.sub(
         r"<code>[^<]*</code>", lambda code: HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html
     )

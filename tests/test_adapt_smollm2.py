@@ -28,17 +28,19 @@ TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>",
 
 
 def test_numbers_and_intervals() -> None:
-    assert adapt.number("3 + 4 = 7\n#### 1,007") == 1007
-    assert adapt.number("#### 1\n#### $2.5") == 2.5
-    assert adapt.number("the answer is 7") is None
+    assert adapt.stated_number("3 + 4 = 7\n#### 1,007") == 1007
+    assert adapt.stated_number("#### $2.5\n#### 1") == 2.5  # what follows the first is another question's
+    assert adapt.stated_number("the answer is 7") is None
     assert adapt.last_number("the answer is 7.") == 7
     row = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so\n#### 18"}]
     assert adapt.is_right("#### 18.0", row)
     assert not adapt.is_right("18", row)
     assert adapt.is_right("18", row, adapt.last_number)
     assert adapt.wilson(36, 256) == pytest.approx((0.1033, 0.1885), abs=1e-3)  # of the literature's formula
-    assert adapt.ratio_interval([True, False] * 50, [True, False] * 50) == (1.0, 1.0)
-    low, high = adapt.ratio_interval([True, False] * 50, [True] * 100)
+    assert adapt.ratio_interval([True, False] * 50, [True, False] * 50) == (1.0, 1.0, 1.0)
+    assert adapt.ratio_interval([True], [False]) is None
+    ratio, low, high = adapt.ratio_interval([True, False] * 50, [True] * 100)
+    assert ratio == 0.5
     assert 0.35 < low < 0.5 < high < 0.65
     rows = [
         {"tokens": [1, 2, 9], "reason": "stop", "forwards": 2},

@@ -52,6 +52,11 @@ def test_a_page_s_title_is_its_entry_in_the_navigation() -> None:
         assert re.search(r"^# (.*)$", text, re.MULTILINE)[1] == name, place
 
 
+def test_code_in_tables_has_its_own_characters() -> None:
+    html = docs_hooks.on_page_content("<td><code>'&lt;\\|mask\\|&gt;'</code></td><p><code>a\\|b</code></p>")
+    assert html == "<td><code>'&lt;|mask|&gt;'</code></td><p><code>a\\|b</code></p>"
+
+
 def test_commands_are_wrapped_and_stay_the_same() -> None:
     blocks = [
         block for pattern in check_docs.PAGES for page in ROOT.glob(pattern) for block in check_docs.blocks(page)
