@@ -109,7 +109,7 @@ class PagePool:
         if not self.slots:
             raise SettingError(
                 "prefix_cache",
-                f"{size / 2**30:.3g} GiB is too small: a page of {page} tokens takes {self.page_bytes / 2**30:.3g} GiB",
+                f"{size / 2**30:.3g} GiB is too small: {page} tokens take {self.page_bytes / 2**30:.3g} GiB",
             )
         for device in {one.device for one in buffers}:
             needed = self.slots * page * sum(one.nbytes for one in buffers if one.device == device)
