@@ -64,7 +64,7 @@ class ServeOptions(AppOptions):
     )
     prefix_cache: float | None = _limit_option(
         None,
-        "GPU memory for keys and values of earlier texts, which requests that begin with the same tokens reuse; of "
+        "Memory in each process for keys and values of earlier texts, which requests that begin with the same tokens reuse; of "
         "block-causal models. By default, nothing is reused.",
         above=0,
         metavar="GIB",
