@@ -64,8 +64,8 @@ class ServeOptions(AppOptions):
     )
     prefix_cache: float | None = _limit_option(
         None,
-        "Memory in each process for keys and values of earlier texts, which requests that begin with the same tokens reuse; of "
-        "block-causal models. By default, nothing is reused.",
+        "Memory in each process for keys and values of earlier texts, reused by requests that begin with the same "
+        "tokens; of block-causal models. By default, nothing is reused.",
         above=0,
         metavar="GIB",
     )
