@@ -187,6 +187,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "kernels": [],
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
     "structured": [(*GENERATE, "--regex", "a"), (*GENERATE, "--choice", "a,b")],
+    "prefix_cache": [("serve", "m", "--prefix-cache", "1")],
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],
     "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
     "exports": [

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import islice, takewhile
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -46,6 +47,24 @@ from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
 from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
+
+
+class Prefill(Protocol):
+    """Interface of an extension that caches prompts."""
+
+    def attach(self, predictor: Any) -> PrefillRun | None:
+        """Take part in a run whose first rows are on the canvas. None: the predictor's rows have no common cache."""
+
+
+class PrefillRun(StepObserver, Protocol):
+    """A run of the engine."""
+
+    def ready(self, prompt: Sequence[int]) -> bool:
+        """True if a request with this prompt may enter beside running rows."""
+
+    def advance(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Cache a part of the first prompts that wait. Called after each step, if any request waits."""
+
 
 # Settings that apply to a whole call of `generate`.
 REFUSED = ("span_lengths", "num_return_sequences", "output_history", "generator", "streamer", "commit_rule")
@@ -73,6 +92,7 @@ class SamplingEngine:
             synchronise with the device more often.
         observers: called after every forward pass.
         tokenizer: decodes text for `stop_strings`; may also be one of the settings.
+        prefill: caches prompts, such as a `prefix_cache.PromptCache`; None: a prompt is run when its request enters.
 
     Raises:
         SettingError: a setting is invalid for the sampler, or `max_length` is None and the model's config has no
@@ -90,6 +110,7 @@ class SamplingEngine:
         record: bool = False,
         observers: Sequence[StepObserver] = (),
         tokenizer: Any = None,
+        prefill: Prefill | None = None,
     ) -> None:
         self._model = model
         self._plans: dict[tuple[int | None, int], SamplingPlan] = {}
@@ -112,6 +133,7 @@ class SamplingEngine:
         self._stream = stream
         self._record = record
         self._observers = tuple(observers)
+        self._prefill = prefill
         self._takes_turns = self._only_plan is None
         self._device = input_device(model)
         self._waiting: deque[_Waiting] = deque()
@@ -310,6 +332,9 @@ class SamplingEngine:
         rule = plan.rule
         context = plan.context(runner, canvas, cache, noise, observers, planner=lambda name: self._rules[name])
         predictor = self._predictor = context.predictor
+        prefill = None if self._prefill is None else self._prefill.attach(predictor)
+        if prefill is not None:
+            context.observers = (*observers, prefill)
 
         def constrain(entered: list[_Waiting]) -> None:
             for row in entered:
@@ -320,10 +345,13 @@ class SamplingEngine:
         constrain(entering)
 
         def enter() -> None:
+            if prefill is not None and self._waiting:
+                sharing = takewhile(lambda row: row.plan.key == plan.key, islice(self._waiting, self.max_rows))
+                prefill.advance(row.request.prompt for row in sharing)
             # Shared columns may have to move to the left even if no request enters: the KV cache has an end.
             if not (self._waiting or canvas.shares_blocks) or not canvas.admits:
                 return
-            entering = [] if _others_wait(self._model, self) else self._entering(plan.key)
+            entering = [] if _others_wait(self._model, self) else self._entering(plan.key, prefill)
             cached = cache.length if isinstance(cache, BlockKVCache) and cache.stores else None
             shift = self._admit(entering, canvas, noise, cached)
             if shift:
@@ -340,15 +368,20 @@ class SamplingEngine:
                 yield
         reporter.ended(canvas)  # rows that left together with the last cancelled row
 
-    def _entering(self, key: Any) -> list[_Waiting]:
-        """Dequeue the next waiting requests that fit and can share the batch."""
+    def _entering(self, key: Any, prefill: PrefillRun | None = None) -> list[_Waiting]:
+        """Dequeue the next waiting requests that fit and can share the batch. Others overtake those whose prompts are
+        not cached yet."""
         rows: list[_Waiting] = []
-        while self._waiting and self._waiting[0].plan.key == key and len(self._running) < self.max_rows:
-            row = self._waiting.popleft()
+        for row in self._waiting:
+            if row.plan.key != key or len(rows) == self.max_rows - len(self._running):
+                break
+            if prefill is None or prefill.ready(row.request.prompt):
+                rows.append(row)
+        for row in rows:
+            self._waiting.remove(row)
             self._running[row.request.name] = row.running()
             self._rules[row.request.name] = row.plan.rule
             self._constraints[row.request.name] = row.request.constraint
-            rows.append(row)
         for name in self._rules.keys() - self._running.keys() if len(self._rules) > 2 * len(self._running) else ():
             del self._rules[name], self._constraints[name]
         return rows

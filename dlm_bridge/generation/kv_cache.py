@@ -51,6 +51,14 @@ class StaticKVCache:
         for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
             layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers of keys and of values, layer by layer."""
+        return [buffer for buffers in self._buffers for buffer in buffers]
+
+    def of_rows(self, rows: slice) -> StaticKVCache:
+        """The buffers of consecutive rows, in the same storage."""
+        return StaticKVCache(self._layers, [(keys[rows], values[rows]) for keys, values in self._buffers])
+
     def detach(self) -> None:
         """Remove the buffers from the layers."""
         for layer in self._layers:

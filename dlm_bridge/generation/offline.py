@@ -12,7 +12,7 @@ import torch
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError, counted
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.engine import SamplingEngine, SamplingPlan
+from dlm_bridge.generation.engine import Prefill, SamplingEngine, SamplingPlan
 from dlm_bridge.generation.prompts import PromptLimits, check_row
 from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request, TextConstraint
 from dlm_bridge.generation.settings import resolve_settings
@@ -70,6 +70,7 @@ def open_engine(
     record: bool = False,
     observers: Sequence[StepObserver] = (),
     deliver: Callable[[list[Event]], None] | None = None,
+    prefill: Prefill | None = None,
 ) -> Engine:
     """Create the engine for a diffusion or autoregressive model.
 
@@ -78,12 +79,14 @@ def open_engine(
         max_rows, max_length, stream, record: see `SamplingEngine`.
         observers: see `SamplingEngine`, and `gemma.GemmaEngine`; only of diffusion models.
         deliver: for engines with closed batches, see `AutoregressiveEngine`.
+        prefill: see `SamplingEngine`.
 
     Raises:
         SettingError: the model does not support a setting.
     """
     if is_diffusion(model):
         options: dict[str, Any] = {"max_rows": max_rows, "max_length": max_length, "tokenizer": tokenizer}
+        options["prefill"] = prefill
         return SamplingEngine(model, settings, stream=stream, record=record, observers=observers, **options)
     if not gemma.is_gemma(model):
         return autoregressive.AutoregressiveEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)

@@ -6,6 +6,7 @@ attend to, and which logits predict which column.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -287,9 +288,17 @@ class BlockCachePredictor(Predictor):
 
     def __init__(self, runner: ModelRunner, canvas: Canvas, cache: KVCache, **options: Any) -> None:
         super().__init__(runner, canvas, cache, **options)
+        # Replaces `prefill` of the first rows, if set: a prefix cache knows some of their columns.
+        self.enter: Callable[[int], torch.Tensor] | None = None
         self._last_cached: torch.Tensor | None = None  # [A, 1, H], hidden state of the last cached column
         # [A, N, H] of a speculative forward pass over the block and possibly the next one.
         self._speculative: torch.Tensor | None = None
+
+    def run_once(self, view: CanvasView) -> torch.Tensor:
+        """Last hidden states of a forward pass between two steps, which the rows of the canvas take no part in."""
+        if self._speculative is not None:  # the pass may overwrite it
+            self._speculative = self._speculative.clone()
+        return self._runner.hidden(view, once=True)
 
     @property
     def forwards(self) -> int:
@@ -304,7 +313,7 @@ class BlockCachePredictor(Predictor):
     def open_block(self, block: slice, rows: list[int]) -> None:
         if self._speculative is not None:  # has cached the previous block, and possibly run this one
             length = self._block.stop - self._block.start
-            self._write_cache(block.start, self._speculative[:, :length])
+            self.write_cache(block.start, self._speculative[:, :length])
             self._speculative = self._speculative[:, length:] if self._speculative.shape[1] > length else None
         super().open_block(block, rows)
 
@@ -320,7 +329,7 @@ class BlockCachePredictor(Predictor):
     def admit(self, count: int) -> None:
         """Insert rows at the front, and cache the columns of their prompts that are cached for the other rows."""
         if self._speculative is not None:  # does not include the entering rows
-            self._write_cache(self._block.stop, self._speculative[:, : self._block.stop - self._block.start])
+            self.write_cache(self._block.stop, self._speculative[:, : self._block.stop - self._block.start])
             self._speculative = None
         if not self.cache.stores or self._last_cached is None:
             return
@@ -328,26 +337,40 @@ class BlockCachePredictor(Predictor):
         self.cache.select_rows(self._room_in_front(count, others))
         order_B = to_device(order_behind(count, others), self._last_cached.device)
         halves = self._last_cached.split(others)  # two with guidance
-        self._last_cached = torch.cat([self._prefill(count), *(half[order_B] for half in halves)])
+        entering = self.prefill(range(count)) if self.enter is None else self.enter(count)
+        self._last_cached = torch.cat([entering, *(half[order_B] for half in halves)])
         if self.cfg_scale:
             order = self._copies_behind(count, others)
             self.cache.select_rows(order)
             self._last_cached = self._last_cached[to_device(order, self._last_cached.device)]
 
-    def _prefill(self, count: int) -> torch.Tensor:
-        """[A, 1, H], hidden state of the last cached column, by a forward pass over the cached columns of the first
-        `count` rows. Rows may begin after these columns."""
-        assert self._last_cached is not None
-        rows, end = list(range(count)), self._cached
-        begin = min(self.canvas.origins[:count])
-        if begin >= end:
-            return self._last_cached.new_zeros(count * (2 if self.cfg_scale else 1), *self._last_cached.shape[1:])
+    @property
+    def causal_block(self) -> int:
+        """Tokens per block of the attention to committed tokens, counted from a row's first token; 1: causal."""
+        raise NotImplementedError
+
+    def prefill(self, consecutive: range, begin: int = 0) -> torch.Tensor:
+        """[A, 1, H], hidden state of the last cached column, by a forward pass over the cached columns of these rows
+        from `begin` on. Rows may begin after these columns."""
+        rows, end = list(consecutive), self._cached
+        first = min(self.canvas.origins[row] for row in rows)
+        if max(begin, first) >= end:
+            assert self._last_cached is not None
+            count = len(rows) * (2 if self.cfg_scale else 1)
+            return self._last_cached.new_zeros(count, *self._last_cached.shape[1:])
+        buffers = self.cache.buffers
+        if consecutive.start and buffers is not None:
+            buffers = buffers.of_rows(slice(consecutive.start, consecutive.stop))
+        if begin > first:  # the columns before are cached
+            view = replace(self._cached_view(begin, slice(end, end), rows), buffers=buffers)
+            return self._runner.hidden(view, once=True)[:, -1:].clone()
+        begin = first
         whole = self._uncached_view(rows, slice(end, end))
         assert whole.attention_mask is not None
         assert whole.position_ids is not None
         mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
         packing = None if whole.packing is None else whole.packing.from_column(begin)
-        view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end, packing=packing)
+        view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end, packing=packing, buffers=buffers)
         if self.cfg_scale:
             view = self._with_unconditional_rows(view, self._condition(rows, self._block))
         return self._runner.hidden(view, once=True)[:, -1:].clone()
@@ -423,7 +446,7 @@ class BlockCachePredictor(Predictor):
         if hidden is None:
             hidden = self._runner.hidden(view, once=view.first == 0)  # the shape of a prompt will not occur again
             if view.first < start:
-                self._write_cache(start, hidden[:, : start - view.first])
+                self.write_cache(start, hidden[:, : start - view.first])
                 hidden = hidden[:, start - view.first :]
         return hidden[:, : stop - start]
 
@@ -435,11 +458,11 @@ class BlockCachePredictor(Predictor):
             view = self._cached_view(begin, slice(start, start))
             if self.cfg_scale:
                 view = self._with_unconditional_rows(view, self._condition(None, self._block))
-            self._write_cache(start, self._runner.hidden(view, once=begin == 0))
+            self.write_cache(start, self._runner.hidden(view, once=begin == 0))
         assert self._last_cached is not None
         return self._last_cached
 
-    def _write_cache(self, stop: int, hidden: torch.Tensor) -> None:
+    def write_cache(self, stop: int, hidden: torch.Tensor) -> None:
         """Record that a forward pass with hidden states [A, N, H] has cached the columns before `stop`."""
         self.cache.write(stop)
         self._last_cached = hidden[:, -1:].clone()
@@ -459,11 +482,11 @@ class BlockCachePredictor(Predictor):
         packing = Packing(real[:, columns], lengths, attended)
         return CanvasView(tokens, real, positions[:, columns], columns.start, end, packing=packing)
 
-    def _cached_view(self, begin: int, block: slice) -> CanvasView:
+    def _cached_view(self, begin: int, block: slice, rows: list[int] | None = None) -> CanvasView:
         """View of the columns from `begin` to the block's end; earlier ones are cached."""
         if begin == block.start:
-            return self._bidirectional_view(None, block, block.stop)
-        whole = self._uncached_view(None, block)
+            return self._bidirectional_view(rows, block, block.stop)
+        whole = self._uncached_view(rows, block)
         assert whole.attention_mask is not None
         assert whole.position_ids is not None
         mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
@@ -481,6 +504,10 @@ class BlockCausalPredictor(BlockCachePredictor):
         super().__init__(runner, canvas, cache, **options)
         self._block_length = block_length
         self._offset = -canvas.blocks[0].start % block_length
+
+    @property
+    def causal_block(self) -> int:
+        return self._block_length
 
     def launch_speculatively(self, *, done: bool = False) -> None:
         """Run the current state of the block: its next step or, if it is complete, the forward pass that caches it.
@@ -507,11 +534,12 @@ class BlockCausalPredictor(BlockCachePredictor):
             packing = Packing(real, lengths, blocks=index // self._block_length)
         return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions, packing=packing)
 
-    def _cached_view(self, begin: int, block: slice) -> CanvasView:
+    def _cached_view(self, begin: int, block: slice, rows: list[int] | None = None) -> CanvasView:
         # Whole blocks from `begin` on need no mask, unless a row begins in them. The first columns may be only
         # padding.
-        if not begin or max(self.canvas.origins) > begin or (begin + self._offset) % self._block_length:
-            return super()._cached_view(begin, block)
-        view = self._bidirectional_view(None, slice(begin, block.stop), block.stop)
+        last = max(self.canvas.origins[row] for row in (self.canvas.rows if rows is None else rows))
+        if not begin or last > begin or (begin + self._offset) % self._block_length:
+            return super()._cached_view(begin, block, rows)
+        view = self._bidirectional_view(rows, slice(begin, block.stop), block.stop)
         one = block.stop - begin <= self._block_length
         return view if one else replace(view, block=self._block_length, packing=None)

@@ -20,6 +20,7 @@ from dlm_bridge.cli.help import Model, ModelCommand, with_parameters
 from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.distributed import is_main, world_size
 from dlm_bridge.errors import MissingExtraError, SettingError, printable
+from dlm_bridge.registration import load, registered
 from dlm_bridge.serving.options import AppOptions, ServeOptions
 from dlm_bridge.settings import LoadingOptions
 
@@ -65,6 +66,8 @@ def serve(model: str, **given: Any) -> None:
     """
     require_extra("serve", ("fastapi", "uvicorn", "prometheus_client"))
     options = ServeOptions(**parse_options(given))
+    if options.prefix_cache is not None:
+        load("features", "prefix cache")  # refused before the model is loaded
     from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.scheduler import Scheduler
     from dlm_bridge.serving.server import Server
@@ -122,8 +125,21 @@ def _served(model: str, name: str, options: ServeOptions) -> tuple[ServedModel, 
 
     served = ServedModel(_load(model, options), name, options.set, options.max_length)
     served.check()
+    served = dataclasses.replace(served, prompts=_prompt_cache(served, options))  # its memory is not free
     plan = served.plan() if options.batch_size is None else None
     return served, plan, SharedEngine(served) if world_size() > 1 else None
+
+
+def _prompt_cache(served: ServedModel, options: ServeOptions) -> Any:
+    """The `prefix_cache.PromptCache` of the options; None without the extension or for an autoregressive model."""
+    if options.prefix_cache is None and ("prefix cache" not in registered("features") or not served.loaded.diffusion):
+        return None
+    return load("features", "prefix cache")(
+        served.loaded.model,
+        dict(served.defaults),
+        prefix_cache=options.prefix_cache,
+        prefill_chunk=options.prefill_chunk,
+    )
 
 
 def _follow(model: str, options: ServeOptions) -> None:

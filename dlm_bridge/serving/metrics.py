@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,9 +19,13 @@ PREFIX = "dlm_bridge"
 
 
 class Metrics:
-    """Counts and durations since the start. Used in the server's event loop only."""
+    """Counts and durations since the start. Used in the server's event loop only.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Args:
+        prompts: the served model's `prefix_cache.PromptCache`, or None.
+    """
+
+    def __init__(self, scheduler: Scheduler, prompts: Any = None) -> None:
         prometheus_client.disable_created_metrics()
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -30,6 +35,8 @@ class Metrics:
             f"{PREFIX}_prompt_tokens", "Tokens of accepted prompts.", registry=self._registry
         )
         self._registry.register(_SchedulerMetrics(scheduler))
+        if prompts is not None and prompts.pool is not None:
+            self._registry.register(_PrefixCacheMetrics(prompts.statistics))
         self._duration, self._first_token = (
             Histogram(f"{PREFIX}_{name}", about, buckets=BUCKETS_S, registry=self._registry)
             for name, about in (
@@ -79,3 +86,20 @@ class _SchedulerMetrics(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_running_rows", "Texts that are sampled.", scheduler.running)
         yield CounterMetricFamily(f"{PREFIX}_generated_tokens", "New tokens of complete texts.", scheduler.tokens)
         yield CounterMetricFamily(f"{PREFIX}_forwards", "Forward passes of the model.", scheduler.forwards)
+
+
+class _PrefixCacheMetrics(Collector):
+    """The prefix cache's own counts."""
+
+    def __init__(self, statistics: Any) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        found, name = self._statistics, f"{PREFIX}_prefix_cache"
+        yield CounterMetricFamily(f"{name}_requests", "Texts that looked for their beginning.", found.requests)
+        yield CounterMetricFamily(f"{name}_hits", "Texts whose beginning was stored.", found.hits)
+        yield CounterMetricFamily(f"{name}_prompt_tokens", "Prompt tokens of these texts.", found.prompt_tokens)
+        yield CounterMetricFamily(f"{name}_hit_tokens", "Prompt tokens that were not computed.", found.hit_tokens)
+        yield CounterMetricFamily(f"{name}_evictions", "Pages that made room for others.", found.evictions)
+        yield GaugeMetricFamily(f"{name}_bytes", "Memory of stored keys and values.", found.bytes)
+        yield GaugeMetricFamily(f"{name}_capacity_bytes", "Memory for keys and values.", found.capacity)

@@ -42,12 +42,14 @@ class ServedModel:
         defaults: sampler settings for requests that do not set them.
         max_length: maximum number of prompt and new tokens together; None: the model's context, up to
             DEFAULT_LENGTH.
+        prompts: keys and values of prompts, a `prefix_cache.PromptCache`, or None.
     """
 
     loaded: LoadedModel
     name: str
     defaults: Mapping[str, Any]
     max_length: int | None = None
+    prompts: Any = None
 
     def check(self) -> None:
         """Raise DlmBridgeError if the model cannot be sampled, or not with the defaults."""
@@ -87,6 +89,7 @@ class ServedModel:
             stream=True,
             observers=() if recorder is None else (recorder,),
             deliver=deliver,
+            prefill=self.prompts,
         )
         return engine if top is None and not samples else ScoringEngine(engine, model, recorder, top, samples)
 

@@ -62,6 +62,18 @@ class ServeOptions(AppOptions):
         minimum=1,
         metavar="INT",
     )
+    prefix_cache: float | None = _limit_option(
+        None,
+        "Memory in each process for keys and values of earlier texts, reused by requests that begin with the same "
+        "tokens; of block-causal models. By default, nothing is reused.",
+        above=0,
+        metavar="GIB",
+    )
+    prefill_chunk: int = _limit_option(
+        2048,
+        "Number of prompt tokens that are run between two steps of running texts; of block-causal models.",
+        minimum=1,
+    )
     max_body: float = _limit_option(4, "Maximum size of a request.", above=0, metavar="MB")
     timeout: float = _limit_option(
         600.0, "Time from a request's header to the end of its answer.", minimum=0.001, metavar="SECONDS"

@@ -123,7 +123,7 @@ def build_app(routes: _Routes, options: ServeOptions) -> FastAPI:
 class _Routes:
     def __init__(self, served: ServedModel, scheduler: Scheduler, options: ServeOptions) -> None:
         self._served, self._scheduler, self._options = served, scheduler, options
-        self._metrics = Metrics(scheduler)
+        self._metrics = Metrics(scheduler, served.prompts)
         # Validates requests and encodes prompts, which would block the event loop.
         self.reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
         self._reading = 0  # texts of the requests in that thread

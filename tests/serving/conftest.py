@@ -73,10 +73,11 @@ def running(
     max_body: float = 0.1,
     timeout: float = PATIENCE_S,
     name: str = "tiny",
+    prompts: Any = None,
     **options: Any,
 ) -> Iterator[Running]:
     """A server of the model until the end of the context."""
-    served = ServedModel(loaded, name, defaults or {}, max_length)
+    served = ServedModel(loaded, name, defaults or {}, max_length, prompts)
     served.check()
     scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)

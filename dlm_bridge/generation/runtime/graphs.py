@@ -52,6 +52,7 @@ class BodyInputs:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_k: int | None = None
     places: torch.Tensor | None = None  # [A, N], in each row or among packed tokens: where hidden states are needed
+    buffers: StaticKVCache | None = None  # instead of the body's own; not in recorded graphs
 
 
 _TENSORS = (
@@ -228,7 +229,7 @@ class GraphedBody:
 
     def _run(self, inputs: BodyInputs) -> torch.Tensor:
         with self._layers.returning(inputs.places):
-            return run_body(self._model, self.buffers, inputs)
+            return run_body(self._model, inputs.buffers or self.buffers, inputs)
 
     def _with_length_tensor(self, inputs: BodyInputs) -> BodyInputs:
         """Return the inputs with the number of attended columns as a tensor, if the attention kernel reads it: one

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import NonFiniteError, SettingError
-from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
+from dlm_bridge.generation.kv_cache import KVCache, StaticKVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.options import Execution
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
@@ -47,6 +47,7 @@ class CanvasView:
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
     packing: Packing | None = None  # of rows that can run without their padding
+    buffers: StaticKVCache | None = None  # other rows of a KV cache than the first ones; only for passes run `once`
 
 
 class ModelRunner:
@@ -201,7 +202,14 @@ class ModelRunner:
         if columns is None and self._cache.buffers is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
         inputs = BodyInputs(
-            self._token_ids(view), mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant
+            self._token_ids(view),
+            mask,
+            positions_AQ,
+            columns,
+            view.end,
+            block=view.block,
+            variant=view.variant,
+            buffers=view.buffers,
         )
         if self._body is not None:
             if isinstance(places, slice):  # one graph serves every block
@@ -209,7 +217,7 @@ class ModelRunner:
                 places = indices.expand(len(view.tokens), -1)
             return self._body(replace(inputs, places=places), record=not once)
         # With a device map, the last layer may be on another device than the canvas.
-        hidden = run_body(self._model, self._cache.buffers, inputs).to(view.tokens.device)
+        hidden = run_body(self._model, view.buffers or self._cache.buffers, inputs).to(view.tokens.device)
         if places is None:
             return hidden
         return hidden[:, places] if isinstance(places, slice) else at_places(hidden, places)
@@ -242,7 +250,7 @@ class ModelRunner:
     def _packed_hidden(self, view: CanvasView, places: slice | torch.Tensor | None, *, once: bool) -> torch.Tensor:
         """`hidden` by a forward pass without the view's padding. Hidden states at padding are arbitrary."""
         self.forwards += 1
-        model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
+        model, packing, buffers = unwrapped(self._model), view.packing, view.buffers or self._cache.buffers
         assert packing is not None
         assert view.position_ids is not None
         rows = PackedTokens.of(packing.real, packing.lengths)
@@ -272,6 +280,7 @@ class ModelRunner:
             attended=attended,
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,
+            buffers=view.buffers,
         )
         place_AN = rows.place
         if places is not None:

@@ -64,6 +64,8 @@ class NemotronSampler(Sampler):
 class CausalContextPredictor(BlockCachePredictor):
     """Causal attention before the current block; the block attends to all columns up to its end."""
 
+    causal_block = 1
+
     def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
         positions, real = self._positions(rows, block.stop)
         tokens, mask, packing = self.canvas.take(rows, slice(0, block.stop)), causal_mask(real, block.start), None
