@@ -277,7 +277,8 @@ class Fleet:
                 failures += 1
                 if self._closed:
                     return
-                logger.warning(f"replica {replica.index} did not start: {replica.reason.splitlines()[-1:]}")
+                reason = "".join(replica.reason.splitlines()[-1:])
+                logger.warning(f"replica {replica.index} did not start: {reason or 'it printed nothing'}")
                 if failures >= STARTS and not any(each.ready for each in self.replicas):
                     self.failure = WorkerError("replicas", f"none is left, and {failures} starts failed")
                     self._failed()
