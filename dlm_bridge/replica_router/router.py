@@ -148,7 +148,7 @@ class _Routes(Routes):
             if replica.ready:
                 with contextlib.suppress(httpx.TransportError):
                     url, headers = (
-                        httpx.URL(path=request.url.path, query=request.url.query.encode()),
+                        httpx.URL(path=request.url.path, query=request.url.query.encode() or None),
                         _headers(request),
                     )
                     answer = await replica.client.request(request.method, url, headers=headers)

@@ -67,9 +67,10 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 if not self.connection.recv(1):
                     log("left")
-                    return
+                    raise ConnectionResetError
             except TimeoutError:
                 pass
+        self.connection.settimeout(None)
 
     def stream(self, prompt: str, text: str, chat: bool) -> None:
         self.send_response(200)
@@ -107,10 +108,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client has left."""
+
+
 if (FOLDER / "refuse").exists():
     print("dlm-bridge: no such model", file=sys.stderr)
     raise SystemExit(2)
-server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+server = Server(("127.0.0.1", 0), Handler)
 print(f"tiny (stub): http://127.0.0.1:{server.server_port}/v1 (Ctrl-C ends)", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 server.serve_forever()
