@@ -5,8 +5,8 @@
 Starts the server, keeps --clients requests open for --seconds, and kills a replica after --kill-after. Every request
 has its own prompt, number of tokens, temperature and seed; one in three is a stream, and the prompts of a group have
 the same beginning. A request must be answered; only a stream that had begun may end with an error, which is counted,
-after what must be the beginning of its text, and is sent again. Every text is then compared with that of `generate` for
-its prompt, settings and seed. --serve gives the server further words, such as --serve=--device=cpu.
+after what must be the beginning of its text, and is sent again. Every text is then compared with that of `generate`
+for its prompt, settings and seed. --serve gives the server further words, such as --serve=--device=cpu.
 
 Prints a JSON object. Exits with 1 if a request failed, a text differs, or the replica was not replaced.
 """
