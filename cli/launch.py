@@ -21,7 +21,7 @@ import typer
 
 from dlm_bridge.cli.help import split_option, with_parameters
 from dlm_bridge.distributed import launched
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.processes import GRACE_S, how_it_ended, report
 
 NAMES = ("--nproc-per-node", "--nproc_per_node")
@@ -57,14 +57,19 @@ def with_processes(command: Callable[..., None]) -> Callable[..., None]:
 
 def _check(count: int, device: str | None) -> None:
     """Raise SettingError for more processes than the machine has devices."""
+    most, devices = most_processes(device)
+    if count > most:
+        raise SettingError("nproc_per_node", f"{count}, but this machine has {devices}: set at most {most}")
+
+
+def most_processes(device: str | None) -> tuple[int, str]:
+    """Maximum number of processes on this machine, and its devices: "8 GPUs" or "2 CPU cores"."""
     import torch
 
-    cpu = "cpu" in (device, os.environ.get("DLM_BRIDGE_PLATFORM")) or not torch.accelerator.is_available()
-    cores = os.cpu_count() or 1
-    most, devices = (PER_CORE * cores, f"{cores} CPU cores") if cpu else (torch.accelerator.device_count(), "GPUs")
-    if count > most:
-        reason = f"{count}, but this machine has {devices if cpu else f'{most} {devices}'}: set at most {most}"
-        raise SettingError("nproc_per_node", reason)
+    if "cpu" in (device, os.environ.get("DLM_BRIDGE_PLATFORM")) or not torch.accelerator.is_available():
+        cores = os.cpu_count() or 1
+        return PER_CORE * cores, counted(cores, "CPU core")
+    return torch.accelerator.device_count(), counted(torch.accelerator.device_count(), "GPU")
 
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:

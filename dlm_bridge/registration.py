@@ -32,7 +32,7 @@ Kind = Literal["engines", "commands", "features", "samplers", "kernels"]
 # Extensions in this repository: the packages `dlm_bridge.NAME`, if their folders exist.
 EXTENSIONS = (
     "parallel", "train.rl", "train.distill", "plan", "display", "serving", "chat", "kernels", "extra_samplers",
-    "original", "cluster", "exports", "structured", "prefix_cache",
+    "original", "cluster", "exports", "structured", "prefix_cache", "replica_router",
 )  # fmt: skip
 ENTRY_POINTS = "dlm_bridge.extensions"
 # Oldest and newest tested version of each distribution; Transformer Engine was tested on GPUs.

@@ -162,7 +162,15 @@ EDGES = {
     "parallel": ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined"),
     "train.rl": ("dlm_bridge.train.distill.sampling", "dlm_bridge.train.distill.trainer"),
     "plan": ("dlm_bridge.train.rl.dry_run",),
-    "display": ("dlm_bridge.chat.local", "dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
+    "display": (
+        "dlm_bridge.chat.local",
+        "dlm_bridge.replica_router.router",
+        "dlm_bridge.serving.server",
+        "dlm_bridge.serving.web_page",
+    ),
+    "serving": tuple(
+        f"dlm_bridge.replica_router.{name}" for name in ("command", "dispatch", "fleet", "metrics", "router")
+    ),
 }
 TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o", "--steps", "9")
 RL = ("rl", "--model", "m", "--data", "d", "--output", "o", "--method", "dpo")
@@ -190,6 +198,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "prefix_cache": [("serve", "m", "--prefix-cache", "1")],
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],
     "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
+    "replica_router": [("serve", "m", "--replicas", "2")],
     "exports": [
         ("export", "m", "o", "--quantize", "fp8"),
         ("export", "m", "o", "--to", "gguf"),

@@ -14,10 +14,9 @@ from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
+from dlm_bridge.serving.routes import closed, queue_full, timed_out, unless_left
 from dlm_bridge.serving.scheduler import ClosedError, Job, QueueFullError, Scheduler
 from dlm_bridge.serving.scores import Bounded, Scored
-
-CLIENT_LEFT = 499  # status in the metrics of a client that disconnected; never sent
 
 
 class Call:
@@ -112,16 +111,9 @@ class Call:
             async for index, event in self.events():
                 self.add(index, event)
 
-        finishing = asyncio.ensure_future(finish())
-        leaving = asyncio.ensure_future(_left(request))
         try:
-            await asyncio.wait((finishing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not finishing.done():
-                raise RequestError("the client has disconnected", CLIENT_LEFT)
-            finishing.result()
+            await unless_left(request, finish())
         finally:
-            finishing.cancel()
-            leaving.cancel()
             self.close()
 
     def close(self) -> None:
@@ -148,29 +140,3 @@ class Call:
         if isinstance(error, DlmBridgeError):
             return RequestError(str(error), param=error.field)
         return RequestError("sampling failed: see the server's log", 500, kind="server_error")
-
-
-async def _left(request: Request) -> None:
-    """Return when the client has disconnected. The request's body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def queue_full(metrics: Metrics) -> RequestError:
-    return RequestError(
-        "the queue is full: try again later",
-        429,
-        kind="rate_limit_error",
-        code="queue_full",
-        retry_after_s=metrics.retry_after_s,
-    )
-
-
-def timed_out(timeout_s: float) -> RequestError:
-    return RequestError(
-        f"the answer was not complete after {timeout_s:g} s", 504, kind="timeout_error", code="timeout"
-    )
-
-
-def closed() -> RequestError:
-    return RequestError("the server is being shut down", 503, kind="server_error", code="closed")

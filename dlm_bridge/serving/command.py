@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import re
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +48,17 @@ def register_app(app: typer.Typer) -> None:
 
 def _add(app: typer.Typer, name: str, command: Any, options: type, without: Sequence[str]) -> None:
     command = with_parameters(command, {"model": (Model, ...), **text_parameters(options, without)})
-    app.command(name, cls=ModelCommand)(with_processes(command) if "tp" not in without else command)
+    app.command(name, cls=ModelCommand)(_with_replicas(with_processes(command)) if "tp" not in without else command)
+
+
+def _with_replicas(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, or with `replicas` the extension that runs it in each of them."""
+
+    @functools.wraps(command)
+    def on_replicas(**given: Any) -> None:
+        (command if given["replicas"] is None else load("features", "serve --replicas"))(**given)
+
+    return on_replicas
 
 
 def register_transformers(app: typer.Typer) -> None:
@@ -60,7 +72,8 @@ def serve(model: str, **given: Any) -> None:
     """Serve a model over HTTP with OpenAI's API: completions and chats, whole and streamed.
 
     Requests are sampled together. The server listens on this machine alone unless --host names another address. With
-    --nproc-per-node N, N processes share the model (tensor parallelism). It needs the extra `serve`.
+    --nproc-per-node N, N processes share the model (tensor parallelism); with --replicas N, N processes have a copy
+    each, behind one address. It needs the extra `serve`.
 
     Example: dlm-bridge serve GSAI-ML/LLaDA-8B-Instruct --port 8000
     """
@@ -68,9 +81,35 @@ def serve(model: str, **given: Any) -> None:
     options = ServeOptions(**parse_options(given))
     if options.prefix_cache is not None:
         load("features", "prefix cache")  # refused before the model is loaded
-    from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.scheduler import Scheduler
     from dlm_bridge.serving.server import Server
+
+    processes = world_size()
+    options = dataclasses.replace(options, tp=options.tp or (processes if processes > 1 else None))
+    if not is_main():
+        _follow(model, options)
+        return
+    sock, options, address = listen(options)
+    name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
+    served, plan, shared = _served(model, name, options)
+    if plan is not None and not terminal.is_quiet():
+        typer.echo(plan.summary, err=True)
+    batch_size = plan.rows if plan is not None else options.batch_size or 1
+    scheduler = Scheduler((shared or served).open_engine, batch_size=batch_size, queue_size=options.queue_size)
+    ready = f"{printable(model)} ({served.loaded.family}): {address} (Ctrl-C ends)"
+    server = Server(served, scheduler, options, sock, when_ready=lambda: print(ready, flush=True))
+    server.serve_forever()
+    if server.busy:  # a forward pass or a prompt that no client waits for
+        sys.stdout.flush()
+        os._exit(0)
+    if shared is not None:
+        shared.end()
+
+
+def listen(options: ServeOptions) -> tuple[socket.socket, ServeOptions, str]:
+    """Check the options of a server's address and bind it. Returns its socket, the options with the API key and with
+    the names that requests may use, and its URL. Raises SettingError."""
+    from dlm_bridge.serving.connections import LOOPBACK, bind
 
     key = checked_api_key(options.api_key)
     hosts, host = list(options.allowed_host), options.host
@@ -86,11 +125,6 @@ def serve(model: str, **given: Any) -> None:
         r"\*|[a-z][a-z0-9+.-]*://[^\s*/]+",
         "an origin, such as https://example.com",
     )
-    processes = world_size()
-    options = dataclasses.replace(options, tp=options.tp or (processes if processes > 1 else None))
-    if not is_main():
-        _follow(model, options)
-        return
     sock = bind(host, options.port)  # before the model is loaded, which can take minutes
     if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         hosts += [*LOOPBACK, host]
@@ -100,22 +134,8 @@ def serve(model: str, **given: Any) -> None:
             f"model; set {API_KEY}",
             err=True,
         )
-    name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
-    served, plan, shared = _served(model, name, options)
-    if plan is not None and not terminal.is_quiet():
-        typer.echo(plan.summary, err=True)
-    batch_size = plan.rows if plan is not None else options.batch_size or 1
-    scheduler = Scheduler((shared or served).open_engine, batch_size=batch_size, queue_size=options.queue_size)
     address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/v1"
-    ready = f"{printable(model)} ({served.loaded.family}): {address} (Ctrl-C ends)"
-    options = dataclasses.replace(options, api_key=key, allowed_host=hosts)
-    server = Server(served, scheduler, options, sock, when_ready=lambda: print(ready, flush=True))
-    server.serve_forever()
-    if server.busy:  # a forward pass or a prompt that no client waits for
-        sys.stdout.flush()
-        os._exit(0)
-    if shared is not None:
-        shared.end()
+    return sock, dataclasses.replace(options, api_key=key, allowed_host=hosts), address
 
 
 def _served(model: str, name: str, options: ServeOptions) -> tuple[ServedModel, Capacity | None, SharedEngine | None]:

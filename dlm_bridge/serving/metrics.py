@@ -83,6 +83,7 @@ class _SchedulerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         scheduler = self._scheduler
         yield GaugeMetricFamily(f"{PREFIX}_queue_rows", "Texts that wait.", scheduler.waiting)
+        yield GaugeMetricFamily(f"{PREFIX}_batch_size", "Maximum of texts sampled together.", scheduler.batch_size)
         yield GaugeMetricFamily(f"{PREFIX}_running_rows", "Texts that are sampled.", scheduler.running)
         yield CounterMetricFamily(f"{PREFIX}_generated_tokens", "New tokens of complete texts.", scheduler.tokens)
         yield CounterMetricFamily(f"{PREFIX}_forwards", "Forward passes of the model.", scheduler.forwards)

@@ -27,6 +27,13 @@ class ServeOptions(AppOptions):
 
     host: str = common_option("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = common_option(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    replicas: int | None = common_option(
+        None,
+        "Serve N copies of the model behind this address, each in a process with its own GPU (--nproc-per-node M: M "
+        "processes and GPUs each). A copy that dies is replaced.",
+        minimum=1,
+        metavar="N",
+    )
     api_key: str | None = common_option(
         None,
         "Key that requests must send (Authorization: Bearer KEY); by default $DLM_BRIDGE_API_KEY, if set.",
@@ -51,7 +58,10 @@ class ServeOptions(AppOptions):
         metavar="NAME=VALUE",
     )
     batch_size: int | None = _limit_option(
-        32, "Maximum number of texts sampled together; auto: as many as memory allows.", minimum=1, metavar="N|auto"
+        32,
+        "Maximum number of texts sampled together (by each replica); auto: as many as memory allows.",
+        minimum=1,
+        metavar="N|auto",
     )
     queue_size: int = _limit_option(
         256, "Maximum number of texts that wait or are read; further requests get 429.", minimum=1

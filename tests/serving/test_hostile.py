@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from dlm_bridge.loading import LoadedModel
-from dlm_bridge.serving import connections, server
+from dlm_bridge.serving import connections, routes, server
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.server import LINGER_S
 from tests.serving.conftest import PATIENCE_S, Running, running, wait_until
@@ -136,7 +136,7 @@ def test_a_prompt_above_the_limit_is_not_encoded(
 def test_slow_headers_bodies_and_readers_are_cut_off(diffusion: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_S", 0.5)
     monkeypatch.setattr(connections, "SEND_S", 0.5)
-    monkeypatch.setattr(server, "BODY_S", 0.5)
+    monkeypatch.setattr(routes, "BODY_S", 0.5)
     health = f"GET /health HTTP/1.1\r\n{PORT_LESS}\r\n".encode()
     with running(diffusion) as at, connect(at) as silent, connect(at) as dripping, connect(at) as second:
         second.sendall(health)
