@@ -37,7 +37,7 @@ class GenerateOptions:
     model: str
     settings: dict[str, Any]
     loading: LoadingOptions = field(default_factory=LoadingOptions)
-    prompt: str | None = common_option(None, "The prompt.", metavar="TEXT")
+    prompt: str | None = common_option(None, "The prompt; '' for a text without one.", metavar="TEXT")
     chat: bool = common_option(False, "Format the prompt as a user message with the chat template.", negative=None)
     system: str | None = common_option(None, "With --chat: system message.", metavar="TEXT")
     chat_template_args: dict[str, Any] = common_option(
@@ -73,6 +73,8 @@ class GenerateOptions:
         """Raise SettingError for options that contradict each other."""
         if self.prompt is None and self.jsonl is None:
             raise SettingError("prompt", "is needed, or a file of prompts: set `prompt` or `jsonl`")
+        if self.chat and self.prompt is not None and not self.prompt.strip():
+            raise SettingError("prompt", "is empty: with `chat` it is a user's message")
         if self.jsonl is not None:
             for name in ("prompt", "show", "html", "svg"):
                 if getattr(self, name) not in (None, False):

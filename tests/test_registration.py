@@ -236,8 +236,14 @@ print(unsupported_reason(bridge))
 """
 
 
+# Those that other extensions import, and one that replaces functions of the core.
+FIRST = ("display", "serving", "parallel", "kernels")
+
+
 @pytest.mark.extension(*EXTENSIONS)
-@pytest.mark.parametrize("name", EXTENSIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in EXTENSIONS]
+)
 def test_without_an_extensions_folder(name: str, tmp_path: Path) -> None:
     """Everything else is imported and answers; what the extension adds is refused in one line that names it."""
     copy_without(tmp_path, name)

@@ -45,7 +45,7 @@ def is_shown(case: Case, name: str) -> bool:
 
 
 PAIRS = [
-    pytest.param(case, name, id=f"{case.label}-{name}", marks=() if case is FIRST[case.family] else pytest.mark.slow)
+    pytest.param(case, name, id=f"{case.label}-{name}", marks=() if is_shown(case, name) else pytest.mark.slow)
     for case in CASES
     for name in TARGETS[case.family]
 ]

@@ -611,6 +611,7 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--dtype", "int8"], "--dtype", "int8"),
         (["--prompt", "x", "--family", "nonsense"], "--family", "nonsense"),
         (["--prompt", "x", "--revision", "main"], "--revision", "main"),
+        (["--prompt", " ", "--chat"], "--prompt", "--chat"),
         (["--prompt", "x", "--like", "y"], "--like", "Megatron"),
         (["--prompt", "x", "--tokenizer", "/nowhere"], "/nowhere", "no such folder"),
     ],

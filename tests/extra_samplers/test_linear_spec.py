@@ -146,7 +146,14 @@ def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) ->
     assert len(paces) > 1  # or no draft was ever right
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.7}, {"threshold": 0.5}])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"top_k": 2}, {"top_p": 0.7})),
+        {"threshold": 0.5},
+    ],
+)
 def test_what_is_drawn_has_the_causal_model_s_distribution(filters: dict[str, Any]) -> None:
     """The frequencies of all texts of three tokens, against their exact probabilities."""
     model, prompt, copies = stand_in_model(1), [7, 11], 6000

@@ -92,6 +92,13 @@ class FamilyCase:
         return allowed & real[:, None, :]
 
 
+# Cases that `make test` cuts over two processes: every kind of parameter, attention pattern and shift.
+CUT = (
+    "a2d_qwen3", "difflm", "dream", "fast_dllm_v2", "idlm", "llada", "llada-tied", "llada2_moe", "llada_moe",
+    "nemotron_labs_diffusion", "rnd1", "sdar", "wedlm",
+)  # fmt: skip
+
+
 def all_cases() -> list[FamilyCase]:
     """`CASE` or `CASES` of every family file beside this one."""
     package = importlib.import_module("tests.families")

@@ -12,7 +12,7 @@ import torch
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.generation.kv_cache import CacheMode
 from tests.checkpoints import write_tokenizer
-from tests.families.case import FamilyCase, all_cases
+from tests.families.case import CUT, FamilyCase, all_cases
 from tests.families.tp_worker import sampled
 from tests.processes import launch
 
@@ -52,10 +52,20 @@ def every_cache(model: Any, input_ids: torch.Tensor) -> dict[str | None, torch.T
 
 @pytest.fixture(scope="session")
 def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of two processes said of each case: "ok" or a traceback. They run once, for all cases."""
-    root = tmp_path_factory.mktemp("tensor_parallel")
+    """What each of two processes said of each case of `CUT`: "ok" or a traceback. They run once, for all of them."""
+    return _in_two_processes(tmp_path_factory.mktemp("tensor_parallel"), [one for one in all_cases() if one.id in CUT])
+
+
+@pytest.fixture(scope="session")
+def other_tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Of the other cases."""
+    others = [one for one in all_cases() if one.id not in CUT]
+    return _in_two_processes(tmp_path_factory.mktemp("other_tensor_parallel"), others)
+
+
+def _in_two_processes(root: Path, cases: list[FamilyCase]) -> dict[str, list[str]]:
     patterns: set[str] = set()
-    for case in all_cases():
+    for case in cases:
         first = (
             case.spec.attention_pattern not in patterns
         )  # with every cache, and drawn; the others with their default
@@ -68,6 +78,7 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
         saved = {"input_ids": input_ids, "logits": logits, "sampled": tokens, "first": first}
         torch.save(saved, root / f"{case.id}.pt")
     llada = root / "llada"
-    write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})
-    Bridge.from_hf(llada).to_megatron(root / "megatron", Layout(pp=2))
+    if llada.is_dir():  # for the command
+        write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})
+        Bridge.from_hf(llada).to_megatron(root / "megatron", Layout(pp=2))
     return launch("tests.families.tp_worker", root, timeout_s=500)

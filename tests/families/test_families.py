@@ -20,7 +20,7 @@ from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models import diffusion_lm
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
 from dlm_bridge.train.lora import linear_layers
-from tests.families.case import FamilyCase, all_cases, config_of, layouts
+from tests.families.case import CUT, FamilyCase, all_cases, config_of, layouts
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
 from tests.refusals import refused
@@ -420,11 +420,18 @@ def test_an_adapters_default_targets_are_linear_layers(case: FamilyCase, model: 
     assert set(case.spec.lora_targets) <= linear_layers(model)
 
 
-def test_tensor_parallel_logits_and_samples_are_the_same(
-    case: FamilyCase, tensor_parallel: dict[str, list[str]]
-) -> None:
+@pytest.mark.parametrize("id", CUT)
+def test_tensor_parallel_logits_and_samples_are_the_same(id: str, tensor_parallel: dict[str, list[str]]) -> None:
     """`from_pretrained` with transformers' tensor parallelism on two processes."""
-    assert_ok(case.id, tensor_parallel)
+    assert_ok(id, tensor_parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", [case.id for case in all_cases() if case.id not in CUT])
+def test_tensor_parallel_logits_and_samples_of_the_others_are_the_same(
+    id: str, other_tensor_parallel: dict[str, list[str]]
+) -> None:
+    assert_ok(id, other_tensor_parallel)
 
 
 def test_the_command_draws_the_same_tokens_on_every_process(tensor_parallel: dict[str, list[str]]) -> None:

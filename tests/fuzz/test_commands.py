@@ -74,6 +74,7 @@ def walk_hostile(folder: Path, kinds: Iterable[str], how: str) -> dict[str, Any]
     return fuzz(folder, 0, "--kinds", ",".join(kinds), "--hostile", how)
 
 
+@pytest.mark.slow
 @pytest.mark.extension("parallel")
 def test_hostile_pickles_of_runs_and_checkpoints_never_run(tmp_path: Path) -> None:
     state = walk_hostile(tmp_path, ("pickled", "torch_dist", "run_sharded", "run_megatron"), "quick")

@@ -36,7 +36,13 @@ def prompt(length: int) -> list[int]:
     return [1 + number % 40 for number in range(length)]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=[pytest.mark.slow] * (family not in RUNS.values()))
+        for family in FAMILIES
+    ],
+)
 def test_no_default_refuses_another(family: FamilySpec) -> None:
     model = build(family)
     for name in fitting_samplers(family):

@@ -28,7 +28,7 @@ ALIASES = [(algorithm, *pair) for algorithm in FIRST for pair in SAMPLERS[algori
 # A value that is neither a default nor what the sampler's case has, and one that differs from it.
 VALUES: dict[str, tuple[Any, Any]] = {
     "block_length": (2, 3), "steps": (3, 4), "threshold": (0.3, 0.2), "entropy_threshold": (2.0, 2.5),
-    "temperature": (0.4, 0.6), "top_p": (0.7, 0.6),
+    "temperature": (0.4, 0.6), "top_p": (0.7, 0.6), "block_add_threshold": (0.3, 0.2),
 }  # fmt: skip
 OF_A_BLOCK = ("illada", "llada2", "llada2.2", "sdar")  # whose `steps` are those of each block
 

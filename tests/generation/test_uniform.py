@@ -40,7 +40,11 @@ def published_posterior(x: torch.Tensor, now: int, alpha_t: float, alpha_s: floa
     return numerator / (size * alpha_t * x[now] + 1 - alpha_t)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+# Two steps are the first ones that depend on each other.
+FEW_OR_MORE_STEPS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("steps", FEW_OR_MORE_STEPS)
 def test_the_posterior_s_chain(steps: int) -> None:
     """A model that always predicts the same x: the distribution of the result is that of the chain."""
     x = LOGITS.double().softmax(0)
@@ -62,7 +66,7 @@ def test_the_posterior_s_chain(steps: int) -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 21.1  # once in ten thousand, 3 degrees of freedom
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", FEW_OR_MORE_STEPS)
 def test_the_hybrid_s_chain(steps: int) -> None:
     """GIDD's noise, of 4 tokens and a mask: each step is Bayes over matrices of the noise between two levels."""
     x = torch.cat([LOGITS.double().softmax(0), torch.zeros(1, dtype=torch.float64)])
