@@ -213,7 +213,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
 
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
-    from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
+    from dlm_bridge.parallel.mcore_patches.modules import release_cuda_graphs
     from dlm_bridge.parallel.train.assembly import (
         build_optimizer,
         initialize_parallel,
