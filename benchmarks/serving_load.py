@@ -125,7 +125,7 @@ def request_of(number: int) -> dict[str, Any]:
 
 
 async def load(process: subprocess.Popen[str], address: str, options: argparse.Namespace, results: Results) -> None:
-    """Send requests from all clients until the time is over, and kill a replica meanwhile."""
+    """Send requests from all clients until the time is over; after a part of it, kill a replica."""
     loop = asyncio.get_running_loop()
     ending, numbers = loop.time() + options.seconds, iter(range(10**9))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

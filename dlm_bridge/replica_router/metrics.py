@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import prometheus_client
@@ -13,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from dlm_bridge.replica_router.dispatch import Dispatcher
 from dlm_bridge.replica_router.fleet import Fleet
-from dlm_bridge.serving.metrics import PREFIX, RECENT
+from dlm_bridge.serving.metrics import PREFIX, RecentAnswers
 
 OWN = f"{PREFIX}_router"
 
@@ -35,7 +34,7 @@ class RouterMetrics:
             f"{OWN}_broken_streams", "Streams that ended with an error because their replica died.",
             registry=self._registry,
         )  # fmt: skip
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent = RecentAnswers()
 
     def request(self, path: str, status: int) -> None:
         """Count an answered request."""
@@ -51,13 +50,12 @@ class RouterMetrics:
 
     def answered(self, seconds: float) -> None:
         """Record the time from a request's arrival to the end of its answer."""
-        self._recent.append(seconds)
+        self._recent.add(seconds)
 
     @property
     def retry_after_s(self) -> int:
         """Seconds after which a client should try again when the queue is full."""
-        mean = sum(self._recent) / len(self._recent) if self._recent else 1.0
-        return min(max(round(mean), 1), 60)
+        return self._recent.retry_after_s
 
     def text(self, replicas: dict[int, str]) -> bytes:
         """All metrics in Prometheus' text format (version 0.0.4).

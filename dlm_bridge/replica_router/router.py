@@ -147,11 +147,8 @@ class _Routes(Routes):
         for replica in self._fleet.replicas:
             if replica.ready:
                 with contextlib.suppress(httpx.TransportError):
-                    url, headers = (
-                        httpx.URL(path=request.url.path, query=request.url.query.encode() or None),
-                        _headers(request),
-                    )
-                    answer = await replica.client.request(request.method, url, headers=headers)
+                    url = httpx.URL(path=request.url.path, query=request.url.query.encode() or None)
+                    answer = await replica.client.request(request.method, url, headers=_headers(request))
                     return Response(answer.content, answer.status_code, _own_headers(answer))
         raise RequestError("no replica is ready: try again later", 503, kind="server_error", code="no_replica")
 

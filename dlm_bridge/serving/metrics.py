@@ -18,6 +18,23 @@ RECENT = 32  # number of requests whose mean duration is the Retry-After of a fu
 PREFIX = "dlm_bridge"
 
 
+class RecentAnswers:
+    """Times from the arrivals of the last requests to the ends of their answers."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, seconds: float) -> None:
+        """Record an answer."""
+        self._seconds.append(seconds)
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds after which a client should try again when the queue is full."""
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        return min(max(round(mean), 1), 60)
+
+
 class Metrics:
     """Counts and durations since the start. Used in the server's event loop only.
 
@@ -44,7 +61,7 @@ class Metrics:
                 ("first_token_seconds", "From a request to its first committed token."),
             )
         )
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent = RecentAnswers()
 
     def request(self, path: str, status: int) -> None:
         """Count an answered request; status 499 is a client that disconnected."""
@@ -57,7 +74,7 @@ class Metrics:
     def answered(self, seconds: float) -> None:
         """Record the time from a request's arrival to its last token."""
         self._duration.observe(seconds)
-        self._recent.append(seconds)
+        self._recent.add(seconds)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first committed token."""
@@ -66,8 +83,7 @@ class Metrics:
     @property
     def retry_after_s(self) -> int:
         """Seconds after which a client should try again when the queue is full."""
-        mean = sum(self._recent) / len(self._recent) if self._recent else 1.0
-        return min(max(round(mean), 1), 60)
+        return self._recent.retry_after_s
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format (version 0.0.4)."""
