@@ -19,7 +19,7 @@ next forward pass. Stages, each of which needs those before it (`adapter` needs 
 
 Every figure is printed as a line of JSON once it is known, and stands in --output/results. What is in --output is not
 done again, and what was cut off goes on: `--seconds` limits one call. Every token before the end of a text counts, and
-every forward pass of its row, with the one over the prompt.
+every forward pass of its row, with the one over the prompt. Trainings run on all visible GPUs (CUDA_VISIBLE_DEVICES).
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--preset", choices=("gpu", "cpu"), default="gpu", help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="about ten minutes of a GPU")
     parser.add_argument("--blocks", help="N of the drafts, such as 4,8: tokens of a forward pass at most")
+    parser.add_argument("--rates", help="learning rates of the twin, such as 1e-4,3e-4")
     for name in ("draft-steps", "adapter-steps", "draft-batch", "batch"):
         parser.add_argument(f"--{name}", type=int, help="the preset's by default")
     for name in ("draft-lr", "adapter-lr"):
@@ -191,6 +192,8 @@ def main() -> int:
     }
     if given.blocks:
         changes["blocks"] = tuple(map(int, given.blocks.split(",")))
+    if given.rates:
+        changes["rates"] = tuple(map(float, given.rates.split(",")))
     preset = dataclasses.replace(PRESETS["quick" if given.quick else given.preset], **changes)
     root = given.output.absolute()
     (root / "results").mkdir(parents=True, exist_ok=True)
@@ -496,6 +499,11 @@ def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any
     options |= {"warmup-steps": max(1, steps // 20), "save-interval": max(1, math.ceil(steps / saves))}
     options |= {"lr-schedule": "cosine", "min-lr": 0, "weight-decay": 0, "beta2": 0.999, "precision": preset.precision}
     options |= {"split": "1,0,0", "packing": True, "stopped-exit-code": STOPPED, "quiet": True}
+    if gpus() > 1:
+        own = options["global-batch-size"] // gpus()
+        most = min(own, options.get("micro-batch-size", own))
+        micro = max(rows for rows in range(1, most + 1) if own % rows == 0)
+        options |= {"nproc-per-node": gpus(), "micro-batch-size": micro}
     began, eager = time.monotonic(), work.root / f"{name}.eager"
     for attempt in range(2):
         work.need(START_UP + 15)
@@ -534,6 +542,12 @@ def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any
             "curve": curve[:: max(1, len(curve) // 100)],
         },
     )
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

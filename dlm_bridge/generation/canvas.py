@@ -152,6 +152,9 @@ class Canvas:
 
     Attributes:
         rows, names: [B], the rows' indices and names.
+        origins, starts, ends: [B], the columns of each row's first token, of its first new token after the prompt, and
+            after its last token.
+        stops: [B], the column after the last position for a new token, not counting the layout's `closing` token.
         tokens: [B, S] token ids.
         excluded_token_id: token that is never proposed; -1: none.
         block: the columns that rows denoise.
@@ -209,26 +212,6 @@ class Canvas:
     # ---- Rows.
 
     @property
-    def origins(self) -> list[int]:
-        """[B], the column of each row's first token."""
-        return [row.origin for row in self._rows]
-
-    @property
-    def starts(self) -> list[int]:
-        """[B], the column of each row's first new token after the prompt."""
-        return [row.start for row in self._rows]
-
-    @property
-    def ends(self) -> list[int]:
-        """[B], the column after each row's last token."""
-        return [row.end for row in self._rows]
-
-    @property
-    def stops(self) -> list[int]:
-        """[B], the column after the last position for a new token, not counting the layout's `closing` token."""
-        return [row.stop for row in self._rows]
-
-    @property
     def firsts(self) -> list[int]:
         """[B], the column of position 0 of each row's events."""
         return self.origins if self.infill else self.starts
@@ -239,10 +222,9 @@ class Canvas:
         rows = zip(self.firsts, self._reported, self._rows, strict=True)
         return [first + count - (row.end - row.stop if row.gen_length else 0) for first, count, row in rows]
 
-    @property
-    def steps(self) -> list[int]:
-        """[B], number of steps of each row in its block so far."""
-        return [row.steps for row in self._rows]
+    def steps(self, rows: list[int]) -> list[int]:
+        """[A], number of steps of these rows in their blocks so far."""
+        return [self._rows[row].steps for row in rows]
 
     @property
     def inside(self) -> list[int]:
@@ -619,7 +601,7 @@ class Canvas:
         by = [start - row.before - row.origin for row in self._rows]
         for row, shift in zip(self._rows, by, strict=True):
             row.move(shift)
-        stop = max(self.stops)
+        stop = max(row.stop for row in self._rows)
         self.block = slice(start, stop if length is None else min(start + length, stop))
         self.blocks = [self.block]
         width = stop + self._closing
@@ -663,6 +645,8 @@ class Canvas:
         """Recompute the values that depend on the rows' columns."""
         device = self.tokens.device
         self.rows, self.names = list(range(len(self._rows))), [row.name for row in self._rows]
+        self.origins, self.starts = [row.origin for row in self._rows], [row.start for row in self._rows]
+        self.stops = [row.stop for row in self._rows]
         self.width = self.tokens.shape[1]
         self._reported = [
             (row.start - row.origin - len(row.holes) if self.infill and self.grows else 0)
@@ -678,6 +662,7 @@ class Canvas:
 
     def _measure(self) -> None:
         """Recompute the values that depend on the rows' ends."""
+        self.ends = [row.end for row in self._rows]
         self._ends = to_device(self.ends, self.tokens.device)
         self._some_end_early = any(row.end != self.width for row in self._rows)
         self._padded = self._some_end_early or any(row.origin for row in self._rows)

@@ -92,7 +92,7 @@ class SamplerContext:
         before, new = canvas.take(selected, columns), canvas.behind_prompt(selected, columns)
         return Step(
             rows=rows,
-            index=[canvas.steps[row] for row in rows],
+            index=canvas.steps(rows),
             num_transfer_tokens=num_transfer_tokens,
             logits=logits,
             shaped=shaped,
@@ -284,7 +284,8 @@ class CommitRule(DenoisingRule):
         if context.window is not None:
             columns = _window_columns(canvas, selected, block, context.window)
         logits = context.predict(rows, columns)
-        step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
+        counts = [planned[row][done] for row, done in zip(rows, canvas.steps(rows), strict=True)]
+        step = context.propose(rows, columns, logits, counts)
         tokens = self.write(step)
         if context.text is not None:
             alone = self.exact and max(step.num_transfer_tokens) <= 1  # a single feasible token needs no check

@@ -20,7 +20,6 @@ affects more than the number of steps.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -136,7 +135,7 @@ class SamplingEngine:
         self._prefill = prefill
         self._takes_turns = self._only_plan is None
         self._device = input_device(model)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[Hashable, _Waiting] = {}  # by the requests' names, in their order
         self._running: dict[Hashable, RunningRequest] = {}
         self._rules: dict[Hashable, DenoisingRule] = {}  # of running rows
         self._constraints: dict[Hashable, TextConstraint | None] = {}  # of running rows
@@ -175,8 +174,7 @@ class SamplingEngine:
             SettingError: `gen_length` is invalid.
         """
         leaving = set() if self._canvas is None else self._canvas.cancelled
-        names = {*self._running, *leaving, *(row.request.name for row in self._waiting)}
-        if request.name in names:
+        if any(request.name in names for names in (self._waiting, self._running, leaving)):
             raise RowError("another waiting or running request has this name", [request.name])
         plan = self._plan(request.gen_length, len(request.prompt))
         limits = plan.settings.limits
@@ -193,7 +191,7 @@ class SamplingEngine:
             raise RowError("this sampler needs a prompt of at least one token: use bos_token_id", [request.name])
         if request.constraint is not None:
             request.constraint.check(request, gen_length, plan)
-        self._waiting.append(_Waiting(request, plan, gen_length))
+        self._waiting[request.name] = _Waiting(request, plan, gen_length)
 
     def cancel(self, name: Hashable) -> bool:
         """Drop a request and its unreported events. Returns False if there is no request of this name.
@@ -202,10 +200,8 @@ class SamplingEngine:
         that admits requests.
         """
         self._events[:] = [event for event in self._events if event.name != name]
-        for row in self._waiting:
-            if row.request.name == name:
-                self._waiting.remove(row)
-                return True
+        if self._waiting.pop(name, None) is not None:
+            return True
         if name not in self._running:
             return False
         del self._running[name]
@@ -277,7 +273,7 @@ class SamplingEngine:
     def _begin_run(self) -> None:
         """Prepare the model for the first waiting request and those that can share its batch. If this fails, these
         requests fail."""
-        plan = self._waiting[0].plan
+        plan = next(iter(self._waiting.values())).plan
         entering = self._entering(plan.key)
         layout, settings, limits = plan.spec.layout, plan.settings, plan.settings.limits
         cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
@@ -346,7 +342,7 @@ class SamplingEngine:
 
         def enter() -> None:
             if prefill is not None and self._waiting:
-                sharing = takewhile(lambda row: row.plan.key == plan.key, islice(self._waiting, self.max_rows))
+                sharing = takewhile(lambda row: row.plan.key == plan.key, islice(self._waiting.values(), self.max_rows))
                 prefill.advance(row.request.prompt for row in sharing)
             # Shared columns may have to move to the left even if no request enters: the KV cache has an end.
             if not (self._waiting or canvas.shares_blocks) or not canvas.admits:
@@ -372,13 +368,13 @@ class SamplingEngine:
         """Dequeue the next waiting requests that fit and can share the batch. Others overtake those whose prompts are
         not cached yet."""
         rows: list[_Waiting] = []
-        for row in self._waiting:
+        for row in self._waiting.values():
             if row.plan.key != key or len(rows) == self.max_rows - len(self._running):
                 break
             if prefill is None or prefill.ready(row.request.prompt):
                 rows.append(row)
         for row in rows:
-            self._waiting.remove(row)
+            del self._waiting[row.request.name]
             self._running[row.request.name] = row.running()
             self._rules[row.request.name] = row.plan.rule
             self._constraints[row.request.name] = row.request.constraint

@@ -248,14 +248,16 @@ class RowCachePredictor(Predictor):
             self._rows = rows
 
     def select_rows(self, rows: list[int]) -> None:
-        stay = [row for row in rows if row in self._rows]
+        cached, places = set(self._rows), {row: place for place, row in enumerate(rows)}
+        stay = [row for row in rows if row in cached]
         self.keep_rows(stay)
-        self._rows = [rows.index(row) for row in stay]
+        self._rows = [places[row] for row in stay]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows of the canvas in the cache, for the rest of their block."""
         if rows != self._rows:
-            self.cache.select_rows([self._rows.index(row) for row in rows])
+            places = {row: place for place, row in enumerate(self._rows)}
+            self.cache.select_rows([places[row] for row in rows])
         self._rows = rows
 
     def admit(self, count: int) -> None:

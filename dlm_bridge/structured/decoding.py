@@ -312,10 +312,9 @@ class AutomatonDecoder:
         own = [rows[place] for place in places]
         graph = self._graph(own, logits_ANV.shape[-1])
         begins = [firsts[place] for place in places]
-        state_R = self._states(
-            own, graph, [begin - canvas.firsts[row] for begin, row in zip(begins, own, strict=True)]
-        )
-        left_R = to_device([canvas.text_ends[row] - begin for begin, row in zip(begins, own, strict=True)], device)
+        starts, ends = canvas.firsts, canvas.text_ends
+        state_R = self._states(own, graph, [begin - starts[row] for begin, row in zip(begins, own, strict=True)])
+        left_R = to_device([ends[row] - begin for begin, row in zip(begins, own, strict=True)], device)
         index = None if len(places) == len(rows) else to_device(places, device)
         logits_RNV = logits_ANV if index is None else logits_ANV[index]
         drafts_RM = drafts_AM if index is None else drafts_AM[index]
@@ -468,7 +467,8 @@ class AutomatonDecoder:
         state_R = torch.stack(before)  # type: ignore[arg-type]
         more = [max(count, 0) - place for count, place in zip(counts, done, strict=True)]
         if any(more):
-            begin_R1 = to_device([canvas.firsts[row] + place for row, place in zip(rows, done, strict=True)], device)
+            firsts = canvas.firsts
+            begin_R1 = to_device([firsts[row] + place for row, place in zip(rows, done, strict=True)], device)
             offset_N = torch.arange(max(more), device=device)
             tokens_RN = canvas.take(self._selected(rows), (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
             active_RN = (offset_N < to_device(more, device)[:, None]) & (tokens_RN != MASK)

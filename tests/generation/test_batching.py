@@ -131,7 +131,7 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
 
     def watching(self: Canvas, entering: Any, cached: Any) -> int:
         if entering:
-            entered.append(any(self.steps[row] for row in self.inside))
+            entered.append(any(self.steps(self.inside)))
         return admit(self, entering, cached)
 
     monkeypatch.setattr(Canvas, "admit", watching)

@@ -152,7 +152,8 @@ class ResamplingRule(DenoisingRule):
             # Prompt tokens and padding have zero entropy.
             given_ANV = torch.zeros_like(x_ANV).scatter(-1, now_AN[..., None], 1.0)
             x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
-        index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
+        steps = canvas.steps(rows)
+        index_A = to_device(steps, logits.device).double()
         tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, now_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
         if context.text is not None:
@@ -161,7 +162,7 @@ class ResamplingRule(DenoisingRule):
         tokens_AN = tokens_AN.masked_fill(tokens_AN == mask, MASK)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
         context.report(rows, block, logits, final=False)
-        return [row for row in rows if canvas.steps[row] + 1 < self.steps]
+        return [row for row, done in zip(rows, steps, strict=True) if done + 1 < self.steps]
 
 
 class PosteriorRule(ResamplingRule):
