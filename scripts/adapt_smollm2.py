@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Preset:
     test_batch: int = 256
     precision: str = "bf16"
     blocks: tuple[int, ...] = (8, 4)
-    fewer: tuple[int, ...] = (4, 6)  # tokens of a pass for which the first drafts are measured too
+    fewer: tuple[int, ...] = (4,)  # tokens of a pass for which the first drafts are measured too
     speeds: tuple[int, ...] = (1, 16, 128)
     singles: int = 8  # prompts, one after the other, for the speed of one
     device: str | None = None
@@ -388,14 +388,22 @@ def stage_speed(work: Work) -> None:
         for block in preset.blocks
         for tails in (True, False)
     ]
+    ways += [
+        (f"drafts-{block}-n{size}-tails", newest(work, f"drafts-{block}"), {"mask_tails": True, "block_length": size})
+        for block in preset.blocks[:1]
+        for size in preset.fewer[:1]
+        if size < block
+    ]
     ways.append(("twin-engine", converted(work.twin, work.root / "twin-idlm", 1), {"block_length": 2}))
     if preset.precision == "bf16":  # a GPU
         ways += [(f"{name}-compiled", place, {**own, "execution": "compiled"}) for name, place, own in ways[:1]]
-    for count in preset.speeds:
-        batches = [prompts[:count]] if count > 1 else [[prompt] for prompt in prompts[: preset.singles]]
+    singles = [[prompt] for prompt in prompts[: preset.singles]]
+    asked = {count: [prompts[:count]] if count > 1 else singles for count in preset.speeds}
+    for count, batches in asked.items():
         for name, place, own in ways:
             work.kept(f"speed-{count}-{name}", lambda b=batches, p=place, o=own: engine_speed(work, p, b, o))
         work.kept(f"speed-{count}-transformers-static", lambda b=batches: transformers_speed(work, b))
+    for count, batches in asked.items():  # last, because its engine keeps its memory
         work.kept(f"speed-{count}-vllm", lambda b=batches: vllm_speed(work, b))
 
 
@@ -897,11 +905,12 @@ def transformers_speed(work: Work, batches: Any) -> dict[str, Any]:
 def vllm_speed(work: Work, batches: Any) -> dict[str, Any]:
     """vLLM's greedy text of the twin, where it is installed."""
     try:
-        from vllm import LLM, SamplingParams
-    except ImportError:
-        return {"absent": "vllm is not installed"}
+        import vllm
+        from vllm import SamplingParams
+    except ImportError as error:
+        return {"absent": f"vllm cannot be imported: {error}"}
     release_model()
-    engine = LLM(str(work.twin), dtype="bfloat16", max_num_seqs=max(work.preset.speeds), gpu_memory_utilization=0.5)
+    engine = vllm_engine(work.twin, max(work.preset.speeds))
     greedy = SamplingParams(temperature=0.0, max_tokens=work.preset.new_tokens)
 
     def write(tokens: Any, real: Any) -> int:
@@ -909,7 +918,14 @@ def vllm_speed(work: Work, batches: Any) -> dict[str, Any]:
         asked = [{"prompt_token_ids": row} for row in rows]
         return sum(len(one.outputs[0].token_ids) for one in engine.generate(asked, greedy, use_tqdm=False))
 
-    return {**speed(work, batches, write), "machine": machine()}
+    return {**speed(work, batches, write), "vllm": vllm.__version__, "machine": machine()}
+
+
+@cache
+def vllm_engine(folder: Path, rows: int) -> Any:
+    from vllm import LLM
+
+    return LLM(str(folder), dtype="bfloat16", max_num_seqs=rows, max_model_len=2048, gpu_memory_utilization=0.5)
 
 
 # ---- Picture.
