@@ -39,7 +39,7 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 from dlm_bridge.generation.token_sampling import Noise
 
 CONFIDENT = 0.9  # probability from which on a token is taken to be stable
-# By the position in the row: 1 in a complete block, and the number of steps of its block so far; the row's length.
+# By the position in the row: 1 in a complete block, and the number of steps of its block so far; the text's length.
 FINAL, AGE, END = "buffer: final", "buffer: steps", "buffer: end"
 
 
@@ -94,7 +94,8 @@ class TokenMergingRule(BlockBufferRule):
 
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas = context.canvas
-        lengths_A = to_device([canvas.stops[row] - canvas.origins[row] for row in rows], canvas.tokens.device)
+        ends, origins = canvas.text_ends, canvas.origins
+        lengths_A = to_device([ends[row] - origins[row] for row in rows], canvas.tokens.device)
         canvas.memory.tensor(END)[canvas.index(rows)] = lengths_A
         return super().begin_block(context, block, rows)
 
@@ -121,7 +122,11 @@ class TokenMergingRule(BlockBufferRule):
         self._unstable = (leading_AK & active_AK & ~final_AK).any(dim=1)
         weights_AKN = torch.where(written_AKN & ~final_AK[..., None], 1 - scores_AKN, 0.0)
         self._set(AGE, step, age_AN)
-        self._set(FINAL, step, self._get(FINAL, step) | final_AK.repeat_interleave(self.block_length, dim=1))
+        # A block that waits for the one before it may change again.
+        kept_AKN = torch.where(
+            active_AK[..., None], final_AK[..., None], self._by_block(self._get(FINAL, step)).bool()
+        )
+        self._set(FINAL, step, kept_AKN.flatten(1))
         self._set(MASK_WEIGHT, step, weights_AKN.flatten(1))
         return torch.where(written_AKN.flatten(1), step.tokens, step.before)
 

@@ -104,6 +104,7 @@ class Loop:
             for place in written:
                 self.text[place], self.soft[place] = best[place], sure[place]
             stable = not changed or all(sure[place] >= 0.9 for place in new) or self.age[block] >= BLOCK
+            self.final.discard(block)
             if len(taken) == len(masked) and stable:
                 self.final.add(block)
                 for place in written:
@@ -143,12 +144,12 @@ def test_tokens_and_forward_passes_are_those_of_the_loop(
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(4, 60, (length,), generator=generator).tolist() for length in (2, BLOCK + 3, 2 * BLOCK)]
     chosen = {"buffer_size": 2, "threshold": 0.5, "block_add_threshold": 1.0} | settings
-    arguments: dict[str, Any] = {"algorithm": "dmax", "gen_length": 18, "temperature": 0.0, "cache": cache}
+    arguments: dict[str, Any] = {"algorithm": "dmax", "gen_length": 11, "temperature": 0.0, "cache": cache}
     arguments |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, **settings}
     rewritten, most, expected = 0, 0, []
     for row in rows:
         loop = Loop(
-            model, mask, row, 18, chosen["buffer_size"], chosen["threshold"], chosen["block_add_threshold"]
+            model, mask, row, 11, chosen["buffer_size"], chosen["threshold"], chosen["block_add_threshold"]
         )  # fmt: skip
         tokens, count = loop.run()
         alone = generate(model, torch.tensor([row]), return_dict_in_generate=True, **arguments)
@@ -171,7 +172,7 @@ def test_merging_changes_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model, mask = load_case(sdar.CASES[0], tmp_path)
     with torch.no_grad():
         model.get_output_embeddings().weight.div_(4)
-    settings: dict[str, Any] = {"algorithm": "dmax", "gen_length": 32, "block_length": BLOCK, "temperature": 0.0}
+    settings: dict[str, Any] = {"algorithm": "dmax", "gen_length": 16, "block_length": BLOCK, "temperature": 0.0}
     settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "threshold": 0.1}
     merged = generate(model, torch.tensor([[5, 6, 7]]), **settings)
     from dlm_bridge.generation.runtime import runner
