@@ -34,13 +34,13 @@ from dlm_bridge.extra_samplers.multi_bd import (
     BufferPredictor,
 )
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
-from dlm_bridge.generation.commit_rules import SamplerContext, Step
+from dlm_bridge.generation.commit_rules import Step
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 
 CONFIDENT = 0.9  # probability from which on a token is taken to be stable
-# By the position in the row: 1 in a complete block, and the number of steps of its block so far; the text's length.
-FINAL, AGE, END = "buffer: final", "buffer: steps", "buffer: end"
+# By the position in the row: 1 in a complete block, and the number of steps of its block so far.
+FINAL, AGE = "buffer: final", "buffer: steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +86,10 @@ class TokenMergingRule(BlockBufferRule):
     edits = True
     keeps_text = False  # a token may change after those behind it
     _width = 0  # positions of a row in memory
-    _unstable: torch.Tensor | None = None  # [A], True for rows with a block that is full, but not complete
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         # A block takes at most block_length steps, and one that caches it; the first and the last may be partial.
         return [[1] * ((count // self.block_length + 2) * (self.block_length + 1)) for count in masks]
-
-    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        canvas = context.canvas
-        ends, origins = canvas.text_ends, canvas.origins
-        lengths_A = to_device([ends[row] - origins[row] for row in rows], canvas.tokens.device)
-        canvas.memory.tensor(END)[canvas.index(rows)] = lengths_A
-        return super().begin_block(context, block, rows)
 
     def write(self, step: Step) -> torch.Tensor:
         rows_A = to_device(step.rows, step.masked.device)
@@ -116,10 +108,6 @@ class TokenMergingRule(BlockBufferRule):
         oldest_AK = self._by_block(age_AN >= self.block_length).all(dim=2)
         full_AK = ~(masked_AKN & ~taken_AKN).any(dim=2) & active_AK
         final_AK = full_AK & (~changed_AK | sure_AK | oldest_AK)
-        # A text goes on while one of its first blocks has no masks, but is not complete.
-        within_AK = self._by_block(step.places)[..., 0] < self.memory.tensor(END)[rows_A][:, None]
-        leading_AK = (within_AK & (full_AK | (slot_K < complete_A1))).long().cumprod(dim=1).bool()
-        self._unstable = (leading_AK & active_AK & ~final_AK).any(dim=1)
         weights_AKN = torch.where(written_AKN & ~final_AK[..., None], 1 - scores_AKN, 0.0)
         self._set(AGE, step, age_AN)
         # A block that waits for the one before it may change again.
@@ -130,9 +118,9 @@ class TokenMergingRule(BlockBufferRule):
         self._set(MASK_WEIGHT, step, weights_AKN.flatten(1))
         return torch.where(written_AKN.flatten(1), step.tokens, step.before)
 
-    def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        assert self._unstable is not None
-        return unfinished_A | self._unstable
+    def provisional(self, canvas: Canvas, rows: list[int] | None) -> torch.Tensor:
+        final_BS, places_AS = self._stored(FINAL), canvas.places(rows).clamp(min=0)
+        return (final_BS if rows is None else final_BS[canvas.index(rows)]).gather(1, places_AS) == 0
 
     def _completion(self, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor) -> torch.Tensor:
         """Extends `BlockBufferRule`: a block that may still change is half a token below 1."""

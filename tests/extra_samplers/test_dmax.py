@@ -110,16 +110,7 @@ class Loop:
                 for place in written:
                     self.soft[place] = 1.0
         self.most = max(self.most, most)
-        if self.mask in self.text[self.prompt : self.end]:
-            return False
-        for block in active:
-            if block * BLOCK >= self.end:
-                return True
-            if self.mask in [self.text[place] for place in self.places(block)]:
-                return True
-            if block not in self.final:
-                return False
-        return True
+        return {*range(active.start, -(-self.end // BLOCK))} <= self.final
 
 
 @pytest.mark.parametrize("cache", ["none", "block"])
