@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
+from dlm_bridge.errors import SettingError
 from dlm_bridge.extra_samplers.multi_bd import (
     COMPLETE,
     MASK_WEIGHT,
@@ -34,7 +35,8 @@ from dlm_bridge.extra_samplers.multi_bd import (
     BufferPredictor,
 )
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
-from dlm_bridge.generation.commit_rules import Step
+from dlm_bridge.generation.commit_rules import DenoisingRule, Step
+from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 
@@ -66,18 +68,24 @@ class DMaxSampler(Sampler):
     )  # fmt: skip
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        sizes = {"block_length": self.block_length, "buffer_size": self.buffer_size}
         spare = self.buffer_size * self.block_length - 1
         return SamplerSpec(
             layout=BlockLayout(None, spare=spare, multiple=self.block_length),
             rule=TokenMergingRule(
-                **sizes, threshold=self.threshold, block_add_threshold=self.block_add_threshold,
-                semi_complete_threshold=0.0,
+                self.block_length,
+                self.buffer_size,
+                self.threshold,
+                self.block_add_threshold,
+                semi_complete_threshold=0.0,  # every started block commits a token in each step
             ),
             sampling=self.sampling(),
             predictor=BufferPredictor,
-            predictor_options={**sizes, "merges": True},
-        )  # fmt: skip
+            predictor_options={
+                "block_length": self.block_length,
+                "buffer_size": self.buffer_size,
+                "merges": True,
+            },
+        )
 
 
 class TokenMergingRule(BlockBufferRule):
@@ -90,6 +98,11 @@ class TokenMergingRule(BlockBufferRule):
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         # A block takes at most block_length steps, and one that caches it; the first and the last may be partial.
         return [[1] * ((count // self.block_length + 2) * (self.block_length + 1)) for count in masks]
+
+    def constrained(self, constraints: Constraints) -> DenoisingRule:
+        if constraints.ordered:
+            raise SettingError("algorithm", "dmax rewrites tokens after those behind them: choose another sampler")
+        return self
 
     def write(self, step: Step) -> torch.Tensor:
         rows_A = to_device(step.rows, step.masked.device)

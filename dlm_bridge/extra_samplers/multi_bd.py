@@ -173,6 +173,7 @@ class BlockBufferRule(OneOrMoreRule):
         first_B[index] += complete_B[index]
         started_A = started_B[index] - complete_B[index]
         columns_AN = context.predictor.columns(rows, block)
+        assert isinstance(columns_AN, torch.Tensor)
         progress_AK = self._completion(canvas, rows, columns_AN)
         before_AK = self._slots(started_A) < started_A[:, None]
         complete_B[index] = ((progress_AK == 1) & before_AK).long().cumprod(dim=1).sum(dim=1)
