@@ -45,7 +45,7 @@ class StandIn(nn.Module):
         logits_to_keep: Any = slice(None),
         inputs_embeds: torch.Tensor | None = None,
     ) -> SimpleNamespace:
-        embeddings = self.embed[input_ids] if inputs_embeds is None else inputs_embeds
+        embeddings = self.embed[input_ids] if inputs_embeds is None else inputs_embeds.to(self.embed.dtype)
         length = embeddings.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length)[None]
