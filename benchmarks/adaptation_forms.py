@@ -98,6 +98,16 @@ FORMS: dict[str, Form] = {
         "block-causal", 16, flags=("--block-schedule", "0:4,{third}:8,{two_thirds}:16"),
         settings=_thresholds(THRESHOLDS),
     ),
+    **{
+        f"several-blocks-{size}": Form(
+            "block-causal", size, flags=("--objective", "multi_bd"),
+            settings={
+                **_thresholds(THRESHOLDS, algorithm="multi_bd", buffer_size=4),
+                "one block, threshold 0.85": {"threshold": 0.85},
+            },
+        )
+        for size in (4, 8)
+    },
     "idlm-4": Form("idlm", 3, flags=("--auto-balance",)),
     **{f"nemotron-{size}": Form("nemotron", size, settings=HYBRID) for size in (8, 16)},
 }  # fmt: skip

@@ -356,9 +356,9 @@ def sampler_names() -> list[str]:
 
 
 def objective_names() -> list[str]:
-    from dlm_bridge.objectives.registry import OBJECTIVES
+    from dlm_bridge.objectives.registry import objectives
 
-    return list(OBJECTIVES)
+    return list(objectives())
 
 
 def cast_dtypes() -> list[str]:

@@ -27,12 +27,13 @@ from dlm_bridge.errors import DlmBridgeError, MissingExtraError, one_line
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["engines", "commands", "features", "samplers", "kernels"]
+Kind = Literal["engines", "commands", "features", "samplers", "objectives", "kernels"]
 
 # Extensions in this repository: the packages `dlm_bridge.NAME`, if their folders exist.
 EXTENSIONS = (
     "parallel", "train.rl", "train.distill", "plan", "display", "serving", "chat", "kernels", "extra_samplers",
     "original", "cluster", "exports", "structured", "prefix_cache", "replica_router",
+    "extra_objectives",
 )  # fmt: skip
 ENTRY_POINTS = "dlm_bridge.extensions"
 # Oldest and newest tested version of each distribution; Transformer Engine was tested on GPUs.
@@ -51,6 +52,7 @@ class Extension:
         commands: functions that add a command to the Typer app.
         features: optional features of the core's commands.
         samplers: subclasses of `Sampler`.
+        objectives: subclasses of `Objective`, or `ObjectiveSpec`s.
         kernels: modules of kernels by subject (a key of `KERNELS`), for one device type ("attention.cuda") or for all.
     """
 
@@ -61,6 +63,7 @@ class Extension:
     commands: Mapping[str, str] = field(default_factory=dict)
     features: Mapping[str, str] = field(default_factory=dict)
     samplers: Mapping[str, str] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 

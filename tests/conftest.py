@@ -49,7 +49,8 @@ FOLDERS = {
     **{name: name for name in EXTENSIONS},
 }
 EXTRA_SAMPLERS = (
-    "bd3lm", "credit", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_bd", "multi_block", "wino"
+    "bd3lm", "credit", "dmax", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_bd", "multi_block",
+    "wino",
 )  # fmt: skip
 IMPORT = re.compile(r"^(?:from|import) dlm_bridge\.(train\.\w+|\w+)(?: import (\w+))?", re.MULTILINE)
 

@@ -90,8 +90,8 @@ ACCELERATED = "--model tiny --seq-length 16 --batch 2 --eager-batch 2 --compiled
 RL_ROWS = ("dp", "fsdp", "fsdp-tp", "megatron-dp", "megatron-tp", "megatron-tp-tp")
 CERTAINTY_RUNS = ("base", "plain", "own", "certain", "again", "trajectory", "complement", "both")
 ADAPTATION_FORMS = (
-    "twin", "bidirectional", "shifted", "block-causal-4", "block-causal-growing", "block-causal-shifted-4", "idlm-4",
-    "nemotron-8",
+    "twin", "bidirectional", "shifted", "block-causal-4", "block-causal-growing", "block-causal-shifted-4",
+    "several-blocks-4", "idlm-4", "nemotron-8",
 )  # fmt: skip
 BRIDGE_FAMILIES = ("LLaDA-1.5", "Nemotron-Labs-Diffusion", "Qwen3", "Qwen3-MoE")
 FAST = (

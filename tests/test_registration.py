@@ -194,6 +194,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "chat": [("chat", "m")],
     "kernels": [],
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
+    "extra_objectives": [],  # the same: tests/extra_objectives
     "structured": [(*GENERATE, "--regex", "a"), (*GENERATE, "--choice", "a,b")],
     "prefix_cache": [("serve", "m", "--prefix-cache", "1")],
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],

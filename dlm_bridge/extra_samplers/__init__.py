@@ -6,6 +6,7 @@ EXTENSION = Extension(
     "extra_samplers",
     samplers={
         "bd3lm": "dlm_bridge.extra_samplers.bd3lm:BD3LMSampler",
+        "dmax": "dlm_bridge.extra_samplers.dmax:DMaxSampler",
         "dream_block": "dlm_bridge.extra_samplers.dream_block:DreamBlockSampler",
         "llada2.1": "dlm_bridge.extra_samplers.llada21:LLaDA21Sampler",
         "linear_spec": "dlm_bridge.extra_samplers.linear_spec:LinearSpecSampler",

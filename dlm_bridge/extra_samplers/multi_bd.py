@@ -53,6 +53,8 @@ from dlm_bridge.generation.token_sampling import Noise, probability_of, without_
 # Names of each row's values in `RowMemory`: the index of the buffer's first block, and how many of its blocks are
 # started, and complete so that this step's forward pass caches them.
 FIRST, STARTED, COMPLETE = "buffer: first block", "buffer: started", "buffer: complete"
+# By the position in the row: weight of the mask token in the embedding, where tokens are merged.
+MASK_WEIGHT = "buffer: mask weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +173,17 @@ class BlockBufferRule(OneOrMoreRule):
         first_B[index] += complete_B[index]
         started_A = started_B[index] - complete_B[index]
         columns_AN = context.predictor.columns(rows, block)
-        progress_AK = self._progress(self._by_block(canvas.masked(rows, columns_AN)))
+        assert isinstance(columns_AN, torch.Tensor)
+        progress_AK = self._completion(canvas, rows, columns_AN)
         before_AK = self._slots(started_A) < started_A[:, None]
         complete_B[index] = ((progress_AK == 1) & before_AK).long().cumprod(dim=1).sum(dim=1)
         last_A = progress_AK.gather(1, (started_A - 1).clamp(min=0)[:, None])[:, 0]
         starts_A = (started_A == 0) | (last_A >= self.block_add_threshold)
         started_B[index] = (started_A + starts_A).clamp(max=self.buffer_size)
+
+    def _completion(self, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor) -> torch.Tensor:
+        """float64 [A, K], progress of each block of the buffer; 1 if the block is complete, so that it is cached."""
+        return self._progress(self._by_block(canvas.masked(rows, columns_AN)))
 
     def _by_block(self, values_AN: torch.Tensor) -> torch.Tensor:
         """[A, K, N / K], values of the buffer's K blocks."""
@@ -196,6 +203,9 @@ class BufferPredictor(RowCachePredictor):
     With the cache "block", each row caches keys and values in columns of its own. Those of the buffer's blocks are
     overwritten by every forward pass until the buffer has moved behind them: the last one to do so sees a complete
     block.
+
+    Args:
+        merges: the model reads tokens mixed with the mask token, by the weights in the rows' memory (DMax).
     """
 
     def __init__(
@@ -206,9 +216,11 @@ class BufferPredictor(RowCachePredictor):
         *,
         block_length: int,
         buffer_size: int,
+        merges: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(runner, canvas, cache, **options)
+        self._merges = merges
         self._block_length = block_length
         self._width = block_length * buffer_size
 
@@ -246,7 +258,8 @@ class BufferPredictor(RowCachePredictor):
             attended_AK = torch.arange(end, device=place_AN.device) <= place_AN[:, -1:]
             tokens_AN = canvas.take(rows, columns)
             view = CanvasView(
-                tokens_AN, attended_AK, place_AN, end=end, columns=place_AN, block=self._block_length
+                tokens_AN, attended_AK, place_AN, end=end, columns=place_AN, block=self._block_length,
+                mask_weights=self._mask_weights(rows, place_AN),
             )  # fmt: skip
             return self._runner.head(self._runner.hidden(view), slice(None))
         place_AS = torch.arange(end, device=place_AN.device).expand(len(chosen), -1)
@@ -256,4 +269,15 @@ class BufferPredictor(RowCachePredictor):
         if min(lengths) < end:
             packing = Packing(real_AS, tuple(lengths), blocks=place_AS // self._block_length)
         mask = block_causal_mask(place_AS, self._block_length, real_AS)
-        return self._runner.logits_at(CanvasView(tokens_AS, mask, place_AS, packing=packing), place_AN)
+        weights = self._mask_weights(rows, place_AS)
+        return self._runner.logits_at(
+            CanvasView(tokens_AS, mask, place_AS, packing=packing, mask_weights=weights), place_AN
+        )
+
+    def _mask_weights(self, rows: list[int] | None, place_AQ: torch.Tensor) -> torch.Tensor | None:
+        """[A, Q], `CanvasView.mask_weights` of these positions; None: the sampler does not merge tokens."""
+        if not self._merges:
+            return None
+        weights_BS = self.canvas.memory.tensor(MASK_WEIGHT, self.canvas.width, dtype=torch.float32)
+        weights_AS = weights_BS if rows is None else weights_BS[self.canvas.index(rows)]
+        return weights_AS.gather(1, place_AQ.clamp(max=self.canvas.width - 1))

@@ -387,6 +387,7 @@ class Canvas:
         block: slice,
         read: Read,
         values: Callable[[torch.Tensor], torch.Tensor] = lambda unfinished_A: unfinished_A,
+        provisional: torch.Tensor | None = None,
     ) -> list[Any]:
         """[A], True if the block has a masked new token and the row does not end before it.
 
@@ -394,8 +395,11 @@ class Canvas:
             read: copies flags to the host.
             values: computes [A] numbers from these flags, which are returned instead. With stop strings it is called
                 twice: they are searched for on the host, without waiting for the device again.
+            provisional: [A, S], True at tokens that count as masks, because they may change.
         """
         tokens_AN, new_AN = self.take(rows, slice(0, block.stop)), self._wanted(rows, slice(0, block.stop))
+        if provisional is not None:
+            tokens_AN = tokens_AN.masked_fill(provisional[:, : block.stop], MASK)
         masked_AN, stop = tokens_AN == MASK, self._stop_condition
         open_AN = masked_AN & new_AN
         if stop.active:

@@ -248,6 +248,10 @@ class CommitRule(DenoisingRule):
         """[A], True if a row needs another step. `unfinished_A`: True if it has masks."""
         return unfinished_A
 
+    def provisional(self, canvas: Canvas, rows: list[int] | None) -> torch.Tensor | None:
+        """bool [A, S], True at tokens that may change, so that they do not end the text; None: nowhere."""
+        return None
+
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         return LeftToRightRule() if constraints.ordered else self
 
@@ -295,7 +299,9 @@ class CommitRule(DenoisingRule):
         context.report(rows, columns, logits, final=not self.edits, moved=self.moved)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
-            unfinished = canvas.read_unfinished(selected, block, context.read, partial(self.continues, step))
+            unfinished = canvas.read_unfinished(
+                selected, block, context.read, partial(self.continues, step), self.provisional(canvas, selected)
+            )
             more = [a and b for a, b in zip(more, unfinished, strict=True)]
         return [row for row, on in zip(rows, more, strict=True) if on]
 

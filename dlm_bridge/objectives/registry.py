@@ -1,7 +1,7 @@
 """Table of objectives by name, and the model families that each supports.
 
-A new objective is a class and a row of the table. Other packages add objectives through an entry point of the group
-`dlm_bridge.objectives` that names an Objective class or an ObjectiveSpec.
+A new objective is a class and a row of the table, or of an extension's `objectives`. Other packages add objectives
+through an entry point of the group `dlm_bridge.objectives` that names an Objective class or an ObjectiveSpec.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from dlm_bridge.objectives.two_streams import (
     NemotronDiffusion,
     WeDLMDiffusion,
 )
-from dlm_bridge.registration import load_entry_points
-from dlm_bridge.settings import check_choice
+from dlm_bridge.registration import absent, load, load_entry_points, registered
 
 ENTRY_POINTS = "dlm_bridge.objectives"
 logger = logging.getLogger(__name__)
@@ -107,12 +106,13 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 
 @cache
 def objectives() -> Mapping[str, ObjectiveSpec]:
-    """The table above and the objectives of installed packages, which cannot replace a name of the table."""
+    """The table above and the objectives of extensions and installed packages, which cannot replace a name."""
     found = dict(OBJECTIVES)
-    for name, loaded in load_entry_points(ENTRY_POINTS).items():
+    named = [(name, load("objectives", name)) for name in registered("objectives")]
+    for name, loaded in (*named, *load_entry_points(ENTRY_POINTS).items()):
         spec = ObjectiveSpec(loaded) if isinstance(loaded, type) and issubclass(loaded, Objective) else loaded
-        if name in OBJECTIVES or not isinstance(spec, ObjectiveSpec):
-            problem = "is taken" if name in OBJECTIVES else "is neither an Objective class nor an ObjectiveSpec"
+        if name in found or not isinstance(spec, ObjectiveSpec):
+            problem = "is taken" if name in found else "is neither an Objective class nor an ObjectiveSpec"
             logger.warning(f"entry point '{name}' of {ENTRY_POINTS} {problem}: ignored")
         else:
             found[name] = spec
@@ -121,7 +121,9 @@ def objectives() -> Mapping[str, ObjectiveSpec]:
 
 def find_objective(name: str) -> ObjectiveSpec:
     """Return the objective of a name. Raises SettingError for an unknown name."""
-    check_choice("objective", name, objectives())
+    if name not in objectives():
+        known = ", ".join(objectives())
+        raise SettingError("objective", f"{name!r} is unknown: choose one of {known}{absent()}")
     return objectives()[name]
 
 

@@ -422,6 +422,7 @@ def resolve_objective(config: Config, model: Any, step: int = 0) -> tuple[Config
         max_deletions=options.max_deletions,
         merge_probability=options.merge_probability,
         auto_balance=options.auto_balance or None,
+        buffer_size=options.buffer_size,
         trajectory_steps=options.trajectory_steps,
         trajectory_block=options.trajectory_block,
         trajectory_complement=options.trajectory_complement,

@@ -18,7 +18,7 @@ from dlm_bridge.cli.help import in_flags, message, parameter_table
 from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import families
-from dlm_bridge.objectives.registry import OBJECTIVES
+from dlm_bridge.objectives.registry import objectives
 
 COLUMNS = 80
 
@@ -112,7 +112,7 @@ def test_examples_are_commands_that_a_shell_reads(
         ("dlm-bridge generate a --algorithm ", set(SAMPLERS)),
         ("dlm-bridge generate a --cache ", {"none", "block", "prefix", "dual"}),
         ("dlm-bridge generate a --execution ", {"eager", "graph", "compiled"}),
-        ("dlm-bridge pretrain --objective ", set(OBJECTIVES)),
+        ("dlm-bridge pretrain --objective ", set(objectives())),
         ("dlm-bridge pretrain --family l", {spec.name for spec in families() if spec.name.startswith("l")}),
         ("dlm-bridge sft --loss-weighting c", {"cart", "clipped"}),
         ("dlm-bridge sft --certainty-", {"--certainty-weight", "--certainty-temperature"}),  # not in --help

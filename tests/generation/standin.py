@@ -32,28 +32,31 @@ class StandIn(nn.Module):
         )
         self.head *= peak
         self.head[:, MASK] = 0
-        self.embedding = nn.Embedding(1, 1)
+        self.embedding = nn.Embedding.from_pretrained(self.embed)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embedding
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         logits_to_keep: Any = slice(None),
+        inputs_embeds: torch.Tensor | None = None,
     ) -> SimpleNamespace:
+        embeddings = self.embed[input_ids] if inputs_embeds is None else inputs_embeds.to(self.embed.dtype)
+        length = embeddings.shape[1]
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1])[None]
+            position_ids = torch.arange(length)[None]
         if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
+            attention_mask = torch.ones(embeddings.shape[:2])
         if attention_mask.dim() == 2:
-            attention_mask = attention_mask.bool()[:, None, :] | torch.eye(input_ids.shape[1], dtype=torch.bool)
+            attention_mask = attention_mask.bool()[:, None, :] | torch.eye(length, dtype=torch.bool)
         else:
             attention_mask = attention_mask[:, 0]
         # Absolute positions too: a canvas of nothing but masks would be all ties otherwise.
-        hidden = self.embed[input_ids] + (position_ids[..., None] * self.embed[MASK]).sin() / 2
+        hidden = embeddings + (position_ids[..., None] * self.embed[MASK]).sin() / 2
         distance = (position_ids[:, :, None] - position_ids[:, None, :]).to(self.embed.dtype)
         scores = hidden @ self.query @ hidden.mT + (distance * 0.7).sin()
         hidden = hidden / 2 + scores.masked_fill(~attention_mask, -torch.inf).softmax(dim=-1) @ hidden @ self.value

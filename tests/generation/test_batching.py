@@ -151,9 +151,10 @@ def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytes
     sizes: list[int] = []
     forward = type(model).forward
 
-    def counting(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
-        sizes.append(len(input_ids) // (2 if settings.get("cfg_scale") else 1))
-        return forward(self, input_ids, **more)
+    def counting(self: Any, **inputs: Any) -> Any:
+        rows = len(inputs["inputs_embeds" if "inputs_embeds" in inputs else "input_ids"])
+        sizes.append(rows // (2 if settings.get("cfg_scale") else 1))
+        return forward(self, **inputs)
 
     first, second = requests(2, [24])
     expected = [alone(model, row, settings) for row in (first, second)]

@@ -148,7 +148,7 @@ def test_a_row_keeps_its_number_when_others_have_ended() -> None:
     assert output[:, 9:].tolist() == [[3] + [0] * 7, [11] * 8, [12] * 8]
 
 
-UNORDERED = ("rnd1", "uniform", "dreamon", "idlm")  # these samplers commit no token after the text before it
+UNORDERED = ("rnd1", "uniform", "dreamon", "idlm", "dmax")  # these samplers commit no token after the text before it
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(UNORDERED)])

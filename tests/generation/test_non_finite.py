@@ -45,8 +45,10 @@ def spoil(
     """Let a token's logit be `value` in some rows after so many forward passes."""
     forward, calls = model.forward, [0]
 
-    def spoiled(input_ids: torch.Tensor, **more: Any) -> SimpleNamespace:
+    def spoiled(input_ids: torch.Tensor | None = None, **more: Any) -> SimpleNamespace:
         output = forward(input_ids, **more)
+        if input_ids is None:  # prompts have the embeddings of their tokens
+            input_ids = (more["inputs_embeds"][..., None, :] - model.embed).abs().sum(-1).argmin(-1)
         calls[0] += 1
         if calls[0] > passes:
             output.logits[where(input_ids), ..., token] = value

@@ -74,6 +74,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         BLOCK,
         {"buffer_size": 3, "threshold": 0.3, "semi_complete_threshold": 0.5},
     ),
+    "dmax": (
+        family("block_causal", algorithm="dmax"),
+        BLOCK,
+        {"threshold": 0.3, "block_add_threshold": 0.5},
+    ),
     "multi_block": (family(shift=True, algorithm="multi_block"), {}, {"block_length": 4, "entropy_threshold": 1.0}),
     "wino": (family(algorithm="wino"), {}, {"block_length": 6, "threshold": 0.1, "threshold_back": 0.5}),
     "credit": (family(shift=True, algorithm="credit"), {}, {"block_length": 6, "threshold": 0.5}),

@@ -53,10 +53,12 @@ class BodyInputs:
     max_seqlen_k: int | None = None
     places: torch.Tensor | None = None  # [A, N], in each row or among packed tokens: where hidden states are needed
     buffers: StaticKVCache | None = None  # instead of the body's own; not in recorded graphs
+    embeddings: torch.Tensor | None = None  # [A, Q, H], in place of those of `tokens`
 
 
 _TENSORS = (
     "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "blocks", "attended", "cu_seqlens_k", "places",
+    "embeddings",
 )  # fmt: skip
 
 
@@ -195,7 +197,7 @@ class GraphedBody:
         else:
             batch, inputs = 1, self._with_shared_shape(inputs)
         width = inputs.tokens.shape[1]
-        sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks, inputs.places)
+        sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks, inputs.places, inputs.embeddings)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in sized)
         longest = (inputs.max_seqlen, inputs.max_seqlen_k)
         kind = (inputs.end, inputs.length is None, inputs.block, inputs.causal, inputs.variant, *longest)
@@ -331,7 +333,7 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
     if buffers is not None:
         buffers.attach(len(inputs.tokens) if inputs.cu_seqlens is None else None)
     output = model.model(
-        input_ids=inputs.tokens,
+        **{"input_ids": inputs.tokens} if inputs.embeddings is None else {"inputs_embeds": inputs.embeddings},
         attention_mask=inputs.mask,
         position_ids=inputs.positions,
         use_cache=False,

@@ -48,6 +48,7 @@ class CanvasView:
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
     packing: Packing | None = None  # of rows that can run without their padding
     buffers: StaticKVCache | None = None  # other rows of a KV cache than the first ones; only for passes run `once`
+    mask_weights: torch.Tensor | None = None  # [A, Q], of the mask token in each embedding, see `soft_embeddings`
 
 
 class ModelRunner:
@@ -210,6 +211,7 @@ class ModelRunner:
             block=view.block,
             variant=view.variant,
             buffers=view.buffers,
+            embeddings=self._embeddings(view),
         )
         if self._body is not None:
             if isinstance(places, slice):  # one graph serves every block
@@ -235,7 +237,7 @@ class ModelRunner:
         """True if a forward pass runs without the view's padding. With a KV cache, packing copies the cached columns,
         so it requires a view with much padding, and no kernel that reads the cached columns in place."""
         packing, buffers = view.packing, self._cache.buffers
-        if not self._packs or packing is None or not any(packing.lengths):
+        if not self._packs or packing is None or view.mask_weights is not None or not any(packing.lengths):
             return False
         if packing.attended is None:
             return True
@@ -294,17 +296,37 @@ class ModelRunner:
         """[A, Q], the view's tokens with the mask token's id at masks."""
         return view.tokens.masked_fill(view.tokens == MASK, self._mask_token_id)
 
+    def _embeddings(self, view: CanvasView) -> torch.Tensor | None:
+        if view.mask_weights is None:
+            return None
+        embed = unwrapped(self._model).get_input_embeddings()
+        return soft_embeddings(embed, self._token_ids(view), view.mask_weights, self._mask_token_id)
+
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         """Logits of the model's own forward pass."""
         self.forwards += 1
-        mask = view.attention_mask
+        mask, embeddings = view.attention_mask, self._embeddings(view)
         output = self._model(
-            input_ids=self._token_ids(view),
+            **{"input_ids": self._token_ids(view)} if embeddings is None else {"inputs_embeds": embeddings},
             attention_mask=mask.long() if mask is not None and mask.dim() == 2 else mask,
             position_ids=view.position_ids,
             logits_to_keep=logits_to_keep,
         )
         return output.logits.to(view.tokens.device)
+
+
+def soft_embeddings(
+    embed: nn.Module, token_ids: torch.Tensor, weights: torch.Tensor, mask_token_id: int
+) -> torch.Tensor:
+    """DMax's soft embeddings [A, Q, H] (arXiv 2604.08302): (1 - w) E(token) + w E(mask), scaled to the norm
+    (1 - w) |E(token)| + w |E(mask)|. A token of weight 0 has its own embedding exactly."""
+    token, mask = embed(token_ids), embed(torch.full_like(token_ids[:1, :1], mask_token_id))
+    dtype = torch.promote_types(token.dtype, torch.float32)
+    of_mask, wide_token, wide_mask = weights[..., None].to(dtype), token.to(dtype), mask.to(dtype)
+    mixed = (1 - of_mask) * wide_token + of_mask * wide_mask
+    norm = (1 - of_mask) * wide_token.norm(dim=-1, keepdim=True) + of_mask * wide_mask.norm(dim=-1, keepdim=True)
+    mixed = mixed * (norm / mixed.norm(dim=-1, keepdim=True).clamp(min=1e-12))
+    return torch.where(of_mask == 0, token, mixed.to(token.dtype))
 
 
 def unwrapped(model: Any) -> Any:

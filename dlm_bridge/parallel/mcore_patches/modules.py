@@ -110,8 +110,8 @@ BLOCK_ROUTING_CAPACITY = "block_routing_capacity"  # attribute of a TransformerC
 
 
 def routing_runs(descriptor_BSC: torch.Tensor) -> torch.Tensor:
-    """Run numbers [B, S]: a run is consecutive positions with the same document, noisy block and clean-key limit."""
-    columns = [MaskColumn.DOCUMENT, MaskColumn.NOISY_BLOCK, MaskColumn.CLEAN_LIMIT]
+    """Run numbers [B, S]: a run is consecutive positions that attend to the same keys."""
+    columns = [MaskColumn.DOCUMENT, MaskColumn.NOISY_BLOCK, MaskColumn.NOISY_LIMIT, MaskColumn.CLEAN_LIMIT]
     codes = descriptor_BSC[..., columns]
     begins_BS = torch.ones_like(codes[..., 0], dtype=torch.bool)
     begins_BS[:, 1:] = (codes[:, 1:] != codes[:, :-1]).any(dim=-1)

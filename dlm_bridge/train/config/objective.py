@@ -60,6 +60,10 @@ class ObjectiveOptions:
         False, "Scale the clean stream's loss to the noisy stream's, instead of by 0.2 (objective idlm).",
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    buffer_size: int | None = option(
+        None, "Most blocks that the model denoises at once (objective multi_bd). Default: 4.", minimum=2,
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     trajectory_steps: int | None = option(
         None, "Steps of a trajectory whose tokens have a loss (objective trajectory). Default: random.", minimum=1,
         tasks=("sft",), fixed=True,
