@@ -34,18 +34,18 @@ def distill_dry_run(config: DistillConfig, gpus: int | None = None, resume: bool
     if config.distill.on_policy and not config.data.seq_length and local:
         config = config.replace(seq_length=read_prompts(resolved, model, objective.mask_token)[0].data.seq_length)
     planned = dry_run(config, gpus, resume)
+    config = config.replace(seq_length=planned.config.data.seq_length)
     if source is not None:
-        check_parent_length(planned.config, source)
+        check_parent_length(config, source)
     return dataclasses.replace(
         planned,
-        rollouts=_rollouts(planned.config, model) if config.distill.on_policy else None,
-        notes=(_uncounted(planned, source, model), *planned.notes),
+        rollouts=_rollouts(config, model) if config.distill.on_policy else None,
+        notes=(_uncounted(planned, config, source, model), *planned.notes),
     )
 
 
-def _uncounted(planned: DryRun, source: ModelSource | None, model: Any) -> str:
+def _uncounted(planned: DryRun, config: DistillConfig, source: ModelSource | None, model: Any) -> str:
     """Note on what the memory plan, which is that of fine-tuning, leaves out."""
-    config = planned.config
     positions = planned.micro_batch_size * config.data.seq_length
     logits = memory_text(4 * positions * model.get_input_embeddings().weight.shape[0])
     parent = "no second model is loaded"
@@ -61,7 +61,7 @@ def _uncounted(planned: DryRun, source: ModelSource | None, model: Any) -> str:
     )
 
 
-def _rollouts(config: Any, model: Any) -> RolloutMemory:
+def _rollouts(config: DistillConfig, model: Any) -> RolloutMemory:
     options = config.distill
     dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
     row = plan_batch(
