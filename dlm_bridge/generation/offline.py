@@ -51,7 +51,7 @@ class GeneratedTexts:
         speed = self.tokens / max(self.seconds, 1e-9)
         passes = counted(self.forwards, "forward pass", "forward passes")
         passes += f" of {self.tokens_per_forward:.2f} tokens per row"
-        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
+        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s ({speed:.{int(speed < 10)}f} tokens/s), {passes}"
 
 
 def is_diffusion(model: Any) -> bool:
