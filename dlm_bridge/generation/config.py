@@ -231,8 +231,8 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
         near = "".join(f", the nearest is {name}" for name in names)
         raise SettingError(
             "algorithm",
-            f"{algorithm!r} is unknown{near}: choose one of {', '.join(SAMPLERS)}; register_sampler adds others, before "
-            f"the model is loaded{where}{absent()}",
+            f"{algorithm!r} is unknown{near}: choose one of {', '.join(SAMPLERS)}; "
+            f"register_sampler adds others, before the model is loaded{where}{absent()}",
         )
     for alias, name in _name_pairs(SAMPLERS.values() if algorithm is None else [SAMPLERS[algorithm]]):
         _refuse_conflict(alias, values.get(alias), name, values.get(name))
