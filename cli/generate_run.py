@@ -180,8 +180,10 @@ def _sample_file(
             if request.output is None or not failed:
                 with _stdout_or(request) as stream:
                     stream.writelines(lines)
-            if unfinished is not None and replicas.leads and not failed:
-                unfinished.remove()
+            if unfinished is not None:
+                unfinished.close()
+                if replicas.leads and not failed:
+                    unfinished.remove()
     if failed:
         raise _failure(failed, given, unfinished)
     if not is_main():

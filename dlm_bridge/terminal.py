@@ -36,6 +36,7 @@ def silence_libraries() -> None:
     os.environ["PYTHONWARNINGS"] = _HIDDEN
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", module=_OWN)
+    warnings.filterwarnings("ignore", category=ResourceWarning)  # as Python does by default
     for name in _LIBRARIES:
         os.environ.setdefault(name, "error")
 

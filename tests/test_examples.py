@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import dlm_bridge  # noqa: F401  registers the families
+from dlm_bridge.convert.to_dlm import convert_to_dlm
 from tests.checkpoints import write_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -95,6 +96,9 @@ def test_the_first_block_that_shows_something(page: str, root: Path) -> None:
 
 
 def test_notebooks(root: Path) -> None:
+    drafts = root / "demo-output/smollm2-drafts"  # without the adapter, which is for the real SmolLM2
+    convert_to_dlm(root / "demo-output/smollm2", drafts, to="idlm", mask_token="<mask>")
+    (drafts / "chat_template.jinja").write_text("{{ messages[0].content }}")
     command = [
         sys.executable,
         "-m",
@@ -124,6 +128,7 @@ def test_notebooks(root: Path) -> None:
     for text in (causal, adapted):
         assert shown.problem("words; end", text, "", root) is None, text
     assert untrained not in (causal, adapted)
+    assert printed_lines[-1].endswith("tokens per forward pass")
 
 
 def printed(notebook: Path) -> list[str]:

@@ -160,8 +160,8 @@ def test_the_command_line_has_a_packages_commands(vendor: Path) -> None:
 # Modules of other extensions that import one.
 EDGES = {
     "parallel": ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined"),
-    "train.rl": ("dlm_bridge.train.distill.sampling", "dlm_bridge.train.distill.trainer"),
-    "plan": ("dlm_bridge.train.rl.dry_run",),
+    "train.rl": tuple(f"dlm_bridge.train.distill.{name}" for name in ("dry_run", "sampling", "trainer")),
+    "plan": ("dlm_bridge.train.distill.dry_run", "dlm_bridge.train.rl.dry_run"),
     "display": (
         "dlm_bridge.chat.local",
         "dlm_bridge.replica_router.router",
@@ -181,7 +181,12 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "parallel": [(*TRAIN, "--engine", "megatron"), (*TRAIN, "--engine", "megatron", "--dry-run")],
     "train.rl": [RL, DISTILL],
     "train.distill": [DISTILL],
-    "plan": [("plan", "m", "--gpus", "1", "--seq-length", "8"), (*TRAIN, "--dry-run"), (*RL, "--dry-run")],
+    "plan": [
+        ("plan", "m", "--gpus", "1", "--seq-length", "8"),
+        (*TRAIN, "--dry-run"),
+        (*RL, "--dry-run"),
+        (*DISTILL, "--dry-run"),
+    ],
     "display": [
         (*GENERATE, "--show"),
         (*GENERATE, "--html", "o"),

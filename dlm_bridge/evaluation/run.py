@@ -56,6 +56,9 @@ def evaluate(model: str, options: EvaluationOptions, loading: LoadingOptions) ->
                 found = run_tasks(opened, options, replicas, finished)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note())) from None
+        finally:
+            if unfinished is not None:
+                unfinished.close()
     if not replicas.leads:
         return None
     facts = report(model, opened, options, replicas.shares, found, text)

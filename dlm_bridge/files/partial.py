@@ -61,10 +61,14 @@ class PartialOutput:
                         append_line(self._file, "")
             append_line(self._file, json.dumps({**row, MARK: [key, self._digest]}, ensure_ascii=False))
 
-    def remove(self) -> None:
-        """Remove the files of all processes once the output is complete."""
+    def close(self) -> None:
+        """Close this process's file."""
         if self._file is not None:
             self._file.close()
+
+    def remove(self) -> None:
+        """Remove the files of all processes once the output is complete."""
+        self.close()
         for path in self._parts():
             path.unlink(missing_ok=True)
 

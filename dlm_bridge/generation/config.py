@@ -6,6 +6,7 @@ Also the checks of names and values that need no model.
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -226,10 +227,12 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
             check_value(name, GENERAL.get(name) or TRANSFORMERS_SETTINGS.get(name), value, where)
     algorithm = values.get("algorithm")
     if algorithm is not None and algorithm not in SAMPLERS:
+        names = difflib.get_close_matches(str(algorithm), SAMPLERS, n=1)
+        near = "".join(f", the nearest is {name}" for name in names)
         raise SettingError(
             "algorithm",
-            f"{algorithm!r} is unknown: choose one of {', '.join(SAMPLERS)}; register_sampler adds others, before the "
-            f"model is loaded{where}{absent()}",
+            f"{algorithm!r} is unknown{near}: choose one of {', '.join(SAMPLERS)}; "
+            f"register_sampler adds others, before the model is loaded{where}{absent()}",
         )
     for alias, name in _name_pairs(SAMPLERS.values() if algorithm is None else [SAMPLERS[algorithm]]):
         _refuse_conflict(alias, values.get(alias), name, values.get(name))

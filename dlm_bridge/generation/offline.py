@@ -49,9 +49,10 @@ class GeneratedTexts:
     def summary(self) -> str:
         """Tokens, time, speed and forward passes on one line."""
         speed = self.tokens / max(self.seconds, 1e-9)
+        rate = f"{speed:.{int(speed < 10)}f} tokens/s"
         passes = counted(self.forwards, "forward pass", "forward passes")
         passes += f" of {self.tokens_per_forward:.2f} tokens per row"
-        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
+        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s ({rate}), {passes}"
 
 
 def is_diffusion(model: Any) -> bool:

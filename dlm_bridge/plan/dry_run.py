@@ -38,6 +38,7 @@ from dlm_bridge.train.setup import (
 )
 
 ADAPTER = "no memory plan: it covers neither quantized base models nor adapters that are continued"
+UNPLANNED = "no memory plan: it covers the models that megatron-core can compute"
 AVERAGED = "the moving average (`ema_decay`) is not counted: 4 bytes per parameter, sharded like the optimizer state"
 HUB = "only the config of the Hub id was read: its weights and tokenizer are checked when the run starts"
 DEVICE = "settings that need a GPU or Transformer Engine are checked when the run starts"
@@ -225,7 +226,7 @@ def memory_of(
     try:
         model = open_model(source, family=config.model.family)
     except DlmBridgeError as error:  # the accelerate engine also trains models that megatron-core lacks
-        return None, [f"no memory plan: {error}"]
+        return None, [UNPLANNED if error.field == "engine" else f"no memory plan: {error}"]
     run = accelerate_run(
         run,
         config.parallel.shards,

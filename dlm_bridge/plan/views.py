@@ -45,6 +45,8 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     console.print(Text("parameters by role: " + _roles(plan)))
     verdict = "fits" if plan.peak.total <= gpu_memory else "does not fit"
     console.print(Text(f"{verdict} {gpu_memory / GIB:.1f} GiB: {needed(plan)}"))
+    if plan.peak.total > gpu_memory and found is None and run.engine == "megatron":
+        console.print(Text(in_flags("`recommend` looks for a layout that fits")))
     for note in notes(model, run):
         console.print(Text(f"note: {in_flags(note)}"))
     if found is not None:

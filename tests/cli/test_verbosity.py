@@ -53,6 +53,7 @@ from dlm_bridge import terminal
 terminal.silence_libraries()
 for module in ("dlm_bridge.part", "other"):
     warnings.warn_explicit("of " + module, UserWarning, "file.py", 1, module=module)
+    warnings.warn_explicit("unclosed file", ResourceWarning, "file.py", 1, module=module)
 """
 
 
@@ -96,6 +97,7 @@ def test_warnings_of_other_packages_are_hidden(variables: dict[str, str], shown:
     """Unless the user has set Python's own filters."""
     _, err = run(WARNS, **variables)
     assert [name for name in ("dlm_bridge.part", "other") if f"of {name}" in err] == shown
+    assert ("unclosed" in err) == (variables.get("PYTHONWARNINGS") == "default")
 
 
 class _Stream(io.StringIO):

@@ -149,6 +149,7 @@ def test_no_number_is_cut_at_80_columns_and_picture_and_table_have_the_same_word
     layout = ("--gpus", 2, "--pp", 2, "--pipeline-split", "Et*30|t*31L")
     code, out, _ = run_cli(capsys, "plan", v3, *layout, "--seq-length", 4096, "--png", "plan.png")
     assert code == 1
+    assert "--recommend" in out
     assert max(map(len, out.splitlines())) <= 80
     head, *stages = table_of(out)
     assert len(stages) == 2

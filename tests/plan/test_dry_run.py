@@ -23,6 +23,8 @@ from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_yaml
+from tests.canvas_models import has_class, write_canvas_model
+from tests.data.chats import conversation, write_rows
 from tests.refusals import refused
 from tests.train.conftest import _cache, corpus, seed_folder, tokenizer, values
 
@@ -259,3 +261,15 @@ def test_weights_that_are_cut_and_adapters_take_less(
     (model / "model.safetensors").write_bytes(b"")
     with refused(CheckpointError, model / "model.safetensors"):
         show(**options)
+
+
+@has_class
+def test_a_model_that_megatron_core_lacks_has_no_memory_plan(tmp_path: Path) -> None:
+    """And nothing advises the engine that is in use."""
+    model = write_canvas_model(tmp_path / "gemma")
+    data = write_rows(tmp_path / "chats.jsonl", [conversation(4)])
+    given = {"model": str(model), "data": [str(data)], "output": str(tmp_path / "run"), "task": "sft", "steps": 1}
+    planned = dry_run(TrainConfig.from_flags(**given, seq_length=64, global_batch_size=1))
+    assert planned.memory is None
+    (note,) = (note for note in planned.notes if "no memory plan" in note)
+    assert "engine=accelerate" not in note

@@ -8,14 +8,15 @@ import typer
 
 from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.cli.train import (
-    RESUME,
     SFT_DATA,
+    START_OPTIONS,
     TrainingCommand,
     exit_if_stopped,
     given_flags,
     quieten,
     run_console,
     take_words,
+    taken_dry_run,
     with_options,
 )
 from dlm_bridge.train.distill.config import TASK, DistillConfig, load_distill_config
@@ -41,13 +42,16 @@ def register(app: typer.Typer) -> None:
 
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
-        file, resume = take_words(given, DistillConfig), given.pop("resume")
+        file, resume, planned = take_words(given, DistillConfig), given.pop("resume"), taken_dry_run(given)
         config = load_distill_config(given, file, resume)
+        if planned is not None:
+            planned.show("distill --dry-run", config, resume)
+            return
         quieten()
         from dlm_bridge.train.distill.trainer import train
 
         exit_if_stopped(config, train(config, resume, run_console()))
 
     helps = {"data": f"{SFT_DATA} With --on-policy only their prompts are read."}
-    options = with_options(command, DistillConfig, TASK, helps, {"resume": (RESUME, False)})
+    options = with_options(command, DistillConfig, TASK, helps, START_OPTIONS)
     app.command("distill", cls=TrainingCommand, help=HELP)(with_processes(options))

@@ -35,7 +35,7 @@ from dlm_bridge.train.distill.losses import DistillBatch, distill_batch, diverge
 from dlm_bridge.train.distill.sampling import SampledRows
 from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.output import RunEnd
-from dlm_bridge.train.rl.rows import load_problems
+from dlm_bridge.train.rl.rows import Problem, load_problems
 from dlm_bridge.train.schedule import with_block_size, with_steps
 from dlm_bridge.train.setup import (
     RunStart,
@@ -166,10 +166,20 @@ def load_rows(
 ) -> tuple[DistillConfig, tuple[Samples, Samples, Any]]:
     """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run. A `seq_length`
     of 0 is replaced by that of the longest row."""
-    length = config.distill.gen_length
     if not config.distill.on_policy:
         config = with_seq_length(config, model, mask_token)
         return config, load_data(config, model, mask_token)
+    config, problems, tokenizer = read_prompts(config, model, mask_token)
+    rows = SampledRows(config, model, problems, tokenizer)
+    return config, (rows, SampledRows(config, model, [], tokenizer), tokenizer)
+
+
+def read_prompts(
+    config: DistillConfig, model: Any, mask_token: int | None
+) -> tuple[DistillConfig, list[Problem], Any]:
+    """Read the prompts of an on-policy run. Returns also its tokenizer, and the configuration with a `seq_length` of 0
+    replaced by the length of the longest prompt and its text."""
+    length = config.distill.gen_length
     tokenizer, _ = conversation_settings(config, model, mask_token)  # checks that it fits the model
     limit = context_length(model) or sys.maxsize
     problems = load_problems(config.data.data, tokenizer, (config.data.seq_length or limit) - length, mask_token)
@@ -178,8 +188,7 @@ def load_rows(
         blocks = [size for _, size in config.objective.block_sizes]
         multiple = math.lcm(8, getattr(model.config, "block_size", None) or 1, *blocks)
         config = config.replace(seq_length=min(limit, -(-longest // multiple) * multiple))
-    rows = SampledRows(config, model, problems, tokenizer)
-    return config, (rows, SampledRows(config, model, [], tokenizer), tokenizer)
+    return config, problems, tokenizer
 
 
 class OnDemand(Prefetcher[StepInputs]):
