@@ -447,6 +447,7 @@ def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
+@pytest.mark.fast("llada")
 def test_an_interrupted_file_of_prompts_is_resumed(
     cli: Cli, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -78,6 +78,7 @@ def run(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: A
     ],
     ids=["prompt", "show", "jsonl", "texts", "choices", "perplexity"],
 )
+@pytest.mark.fast("*-llada", "jsonl-*")
 def test_commands(
     folders: Callable[[str], Path],
     tmp_path: Path,

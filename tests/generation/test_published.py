@@ -31,6 +31,7 @@ def sample(
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("alg", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize(("gen", "steps"), [(12, 12), (10, 4), (7, 30)])
+@pytest.mark.fast("12-12-*", "10-4-entropy-*", "7-30-entropy-True")
 def test_dream(shift: bool, alg: str, gen: int, steps: int) -> None:
     model = StandIn(family(shift=shift, algorithm="dream"))
     for filters in ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.95}):

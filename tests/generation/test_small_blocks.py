@@ -106,6 +106,7 @@ def ragged(lengths: tuple[int, ...], seed: int) -> tuple[list[list[int]], torch.
 
 
 @pytest.mark.parametrize("small", [2, 4, 8])
+@pytest.mark.fast("4")
 def test_tokens_and_forwards_are_the_published_ones(loaded: tuple[Any, int], small: int) -> None:
     model, mask = loaded
     approximate = narrow = 0

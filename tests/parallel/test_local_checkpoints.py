@@ -117,6 +117,7 @@ def test_the_newest_is_resumed_exactly(copy: Path, whole: Path, train: Train) ->
 
 
 @pytest.mark.parametrize("name", ["state.pt", FILE_DIGESTS])
+@pytest.mark.fast("state.pt")
 def test_a_damaged_one_is_skipped(name: str, copy: Path, whole: Path, train: Train) -> None:
     (file,) = (copy / "local").rglob(name)
     flip(file)

@@ -96,6 +96,7 @@ def options(files: Files) -> dict[str, Any]:
         pytest.param("causal-moe", ["k_proj", EXPERTS], False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fast("block-moe-*", "masked-targets1-*")
 def test_both_engines_train_an_adapter_alike(
     subject: str,
     targets: list[str],
@@ -148,6 +149,7 @@ def test_both_engines_train_an_adapter_alike(
 
 
 @pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.fast("True")
 def test_a_new_adapter_changes_nothing_yet(
     dora: bool, tmp_path: Path, on_megatron: Run, files: Files, options: dict[str, Any]
 ) -> None:

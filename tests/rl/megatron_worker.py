@@ -89,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # By part, of which each is a run of its own, and by the number of processes: the subjects of each layout.
 PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
-    "quick": {2: dict.fromkeys(("tp2", "pp2"), ("one-step", "value step"))},
+    "quick": {2: {"tp2": ("one-step",), "pp2": ("value step",)}},
     "diffusion": {
         2: {
             "tp2": ("diffu-grpo", "tracerl", "vrpo", "blocks"),
