@@ -300,6 +300,7 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize(("label", "changed", "form"), WINDOWED)
+@pytest.mark.fast("*-block-causal")
 def test_sliding_windows_stay(label: str, changed: dict[str, Any], form: str, tmp_path: Path) -> None:
     """On either side of a position; under every attention implementation, with padding and with a KV cache."""
     case = BY_LABEL[label]

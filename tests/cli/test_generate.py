@@ -367,6 +367,7 @@ def test_failed_lines_are_named_so_that_one_correction_is_enough() -> None:
 
 
 @pytest.mark.parametrize("remedy", ["corrected", "removed"])
+@pytest.mark.fast("corrected")
 def test_a_file_with_a_bad_line_is_resumed_without_it(cli: Cli, llada: Path, tmp_path: Path, remedy: str) -> None:
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
 

@@ -251,6 +251,7 @@ def test_the_history_shows_what_checks_commit() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.fast("0.9")
 def test_cached_keys_and_values_are_those_of_whole_forwards(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,14 +127,13 @@ def some_slow(cases: Iterable[FamilyCase], *slow: str) -> list[Any]:
 
 
 def layouts(family: FamilySpec, config: dict[str, Any], every: bool) -> list[Layout]:
-    """Of a conversion: interleaved and uneven stages, cut by rows as well; experts over ranks where there are any.
-    `every`: also those of which another has all cuts."""
-    found = [Layout(tp=2, pp=2, vp=2), Layout(pp=2, first_stage=1)]
+    """Of a conversion: interleaved and uneven stages, cut by rows as well; of experts, over ranks. `every`: also those
+    of which another has all cuts."""
+    dense = [Layout(tp=2, pp=2, vp=2), Layout(pp=2, first_stage=1)]
     experts = family.mapping.dims(config).experts > 0
-    if experts:
-        found += [Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
+    found = [Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)] if experts else dense
     if every:
-        found += [Layout(), Layout(tp=2, pp=2), *([Layout(ep=2)] if experts else [])]
+        found += [Layout(), Layout(tp=2, pp=2), *([*dense, Layout(ep=2)] if experts else [])]
     return found
 
 

@@ -414,6 +414,7 @@ def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.fast("dual")
 def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, cache: str) -> None:
     def operators(rows: int, gen_length: int) -> int:
         settings = {"gen_length": gen_length, "block_length": 16, "eos_token_id": None, "cache": cache}

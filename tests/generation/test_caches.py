@@ -416,6 +416,7 @@ def fast_dllm(model: Any, prompt: list[int], gen: int, block: int, behind: bool)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.fast("dual")
 def test_approximate_caches_are_fast_dllm_s(model: Any, cache: str) -> None:
     differs = False
     for seed in range(6):

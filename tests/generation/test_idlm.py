@@ -34,6 +34,7 @@ def build(seed: int, likely: int = 4) -> StandIn:
 
 @pytest.mark.parametrize("tails", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.fast("3-True", "3-False", "5-True")
 def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int, tails: bool) -> None:
     saved = 0
     for seed in range(3):

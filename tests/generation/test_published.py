@@ -180,6 +180,7 @@ def test_llada21_edits(seed: int, threshold: float, editing: float, post: int, l
         (12, 0.6, 0, 9, 7),
     ],
 )
+@pytest.mark.fast("8-0.5-*", "3-*")
 def test_llada22_deletes_and_inserts(
     seed: int, steps: int, threshold: float, editing: float, post: int, most: int
 ) -> None:

@@ -105,6 +105,7 @@ def test_every_sampler_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     model, arguments = build(name)
     rows, ids, mask = ragged((5, 9, 2, 9))

@@ -169,6 +169,7 @@ def test_a_row_is_what_it_is_alone(loaded: tuple[Any, int], monkeypatch: pytest.
     ],
     ids=["drawn", "left to right", "penalised"],
 )
+@pytest.mark.fast("drawn")
 def test_with_other_settings(loaded: tuple[Any, int], more: dict[str, Any]) -> None:
     model, mask = loaded
     rows, tokens, real = ragged((13, 5, 10), 1)

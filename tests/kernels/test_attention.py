@@ -123,6 +123,7 @@ def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.fast("2")
 def test_columns_of_each_row(splits: int) -> None:
     """Padding before and behind a row's new columns goes to the last one of the buffers; repeated ones count once."""
     generator = torch.Generator().manual_seed(0)

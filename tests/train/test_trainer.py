@@ -71,6 +71,7 @@ def test_trainer_learns(body: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [*BODIES.values(), fast_dllm_v2.CASES[0]], ids=lambda case: case.id)
+@pytest.mark.fast("sdar", "illada")
 def test_accumulation_changes_nothing(case: FamilyCase, tmp_path: Path) -> None:
     """Trainer's count of labels is the objective's normaliser over the whole step."""
     runs = []
@@ -98,6 +99,7 @@ def test_trainers_evaluation_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.fast("False-2", "True-0")
 def test_evaluations_draw_the_same_noise_for_a_row(tmp_path: Path, workers: int, generator: bool) -> None:
     """Rows without an index, in the midst of training, which draws new noise for each visit; in any order."""
     if generator and workers:

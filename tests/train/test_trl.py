@@ -235,6 +235,7 @@ def test_no_documented_call_drops_label_smoothing(
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.fast("qwen3-block")
 def test_a_model_that_trl_loads_by_its_path_is_refused_too(
     body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
