@@ -61,6 +61,7 @@ def test_dreamons_objective_is_the_families_default(tmp_path: Path, run: Run, bf
         assert [row[key] for row in theirs] == pytest.approx([row[key] for row in ours], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_longer_run_says_that_its_learning_rate_jumps(tmp_path: Path, on_megatron: Run) -> None:
     check_jump(on_megatron, tmp_path)
 

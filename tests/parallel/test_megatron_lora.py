@@ -194,6 +194,7 @@ def test_magnitudes_of_a_model_in_half_precision_are_fp32(
     assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_base_of_the_same_shape_is_refused(
     tmp_path: Path, run: Run, on_megatron: Run, files: Files, options: dict[str, Any]
 ) -> None:

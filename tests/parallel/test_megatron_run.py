@@ -51,7 +51,7 @@ def _alone() -> Iterator[None]:
         for packing in (False, True)
     ],
 )
-@pytest.mark.fast("sinks-*", "sdar-*", "latent-*", "nemotron-*")
+@pytest.mark.fast("sinks-*", "sdar-*", "latent-*")
 def test_sft_has_the_losses_of_the_accelerate_engine(
     name: str, packing: bool, tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
 ) -> None:
