@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import launcher
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 
@@ -28,9 +29,17 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     folder = tmp_path_factory.mktemp("logits")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DLM_BRIDGE_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
-    log = folder / "log.txt"
-    done = launcher.run("tests.convert.logits_worker", [str(folder)], [environment], [log], timeout_s=300)
-    assert done, log.read_text()[-4000:]
+    command = [sys.executable, "-m", "tests.convert.logits_worker", str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "report.json").read_text())
 
 
