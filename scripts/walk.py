@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import os
 import subprocess
@@ -32,7 +31,6 @@ import sys
 import tempfile
 import threading
 import time
-import tokenize
 import urllib.request
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -247,8 +245,12 @@ def run(name: str) -> dict[str, Any]:
 def code_lines(source: str) -> int:
     """The lines of code of a Python source, without docstrings, comments and blank lines."""
     docstrings: set[int] = set()
+    strings: set[int] = set()  # of several lines, which may be blank or begin like a comment
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes):
+                strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
             if (
                 isinstance(first, ast.Expr)
@@ -256,12 +258,8 @@ def code_lines(source: str) -> int:
                 and isinstance(first.value.value, str)
             ):
                 docstrings.update(range(first.lineno, first.end_lineno + 1))
-    lines: set[int] = set()
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in silent:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    lines = {number for number, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    return len((lines | strings) - docstrings)
 
 
 def sizes() -> dict[str, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import gc
 import logging
@@ -75,8 +76,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(collection_path.suffix == ".py" and lacking & _imported(collection_path)) or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that need an extension that is not there, by their marks or by the name of a sampler."""
+    """Leave out tests that need an extension that is not there, by their marks or by the name of a sampler. Mark the
+    cases as slow that the test's `fast` mark does not name."""
+    _mark_slow_cases(config, items)
     lacking = _lacking(config)
     left_out = [item for item in items if lacking & _needed(item)]
     config.hook.pytest_deselected(items=left_out)
@@ -84,6 +88,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = config.getoption("order")
     if order:
         items.sort(key=lambda item: zlib.crc32(f"{order} {item.path.relative_to(ROOT)}".encode()))
+
+
+def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    fast: dict[str, bool] = {}  # by test: whether a case of it is
+    for item in items:
+        if (mark := item.get_closest_marker("fast")) is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        test = item.nodeid.partition("[")[0]
+        named, but = (
+            any(fnmatch.fnmatchcase(item.callspec.id, pattern) for pattern in patterns)
+            for patterns in (mark.args or "*", mark.kwargs.get("but", ()))
+        )
+        is_fast = named and not but
+        fast[test] = fast.get(test, False) or is_fast
+        if not is_fast:
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in arg for arg in config.args) and not all(fast.values()):
+        raise pytest.UsageError(f"no case is as `fast` says: {[test for test, found in fast.items() if not found]}")
 
 
 def _needed(item: pytest.Item) -> set[str]:

@@ -43,6 +43,7 @@ if sys.argv[1] != "ends":
 
 
 @pytest.mark.parametrize("how", ["ends", "raises", "waits"])
+@pytest.mark.fast("raises", "waits")
 def test_a_launch_ends_and_says_why(how: str, tmp_path: Path) -> None:
     script, watched = tmp_path / "script.py", []
     script.write_text(SCRIPT)

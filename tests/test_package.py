@@ -87,33 +87,43 @@ def test_import_specs_and_help_load_nothing_heavy() -> None:
     assert not heavy & set(run(code).split())
 
 
-def loaded_by(*words: object) -> set[str]:
-    """The modules that a command leaves in the process."""
+def loaded_by(*commands: tuple[object, ...]) -> list[set[str]]:
+    """The modules that are in a process after each of the commands, which it runs one after the other."""
     code = (
-        "import sys, contextlib, io\n"
+        "import sys, contextlib, io, json\n"
         "from dlm_bridge.cli.app import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-        "print(*sys.modules)"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['dlm-bridge', *words]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+        "    print(*sys.modules)"
     )
-    return set(run(code, *map(str, words)).split())
+    words = [list(map(str, command)) for command in commands]
+    return [set(line.split()) for line in run(code, json.dumps(words)).splitlines()]
 
 
 def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> None:
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub", "peft"}
-    assert not heavy & loaded_by("families")
-    assert not heavy & loaded_by("plan", llada, "--gpus", 2, "--seq-length", 32)
-    assert not heavy & loaded_by("plan", "LLaDA2.0-flash", "--gpus", 8, "--seq-length", 32, "--json")
-    assert heavy & loaded_by("inspect", llada) <= {"numpy"}
     # torch.distributed.checkpoint, and torch.distributed.tensor under it, take as long to import as torch.
     heavy |= {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "matplotlib"}
-    for words in (
-        ("import", llada, tmp_path / "m", "--tp", 2),
-        ("export", tmp_path / "m", tmp_path / "hub"),
-        ("reshard", tmp_path / "m", tmp_path / "m1", "--tp", 1),
-        ("verify", tmp_path / "m1"),
-        ("verify", llada, tmp_path / "m1"),
-    ):
-        assert heavy & loaded_by(*words) <= {"torch", "numpy"}, words
+    commands: list[tuple[set[str], tuple[object, ...]]] = [
+        (set(), ("families",)),
+        (set(), ("plan", llada, "--gpus", 2, "--seq-length", 32)),
+        (set(), ("plan", "LLaDA2.0-flash", "--gpus", 8, "--seq-length", 32, "--json")),
+        ({"numpy"}, ("inspect", llada)),
+        *(
+            ({"torch", "numpy"}, words)
+            for words in (
+                ("import", llada, tmp_path / "m", "--tp", 2),
+                ("export", tmp_path / "m", tmp_path / "hub"),
+                ("reshard", tmp_path / "m", tmp_path / "m1", "--tp", 1),
+                ("verify", tmp_path / "m1"),
+                ("verify", llada, tmp_path / "m1"),
+            )
+        ),
+    ]
+    found = loaded_by(*(words for _, words in commands))
+    for (needed, words), loaded in zip(commands, found, strict=True):
+        assert heavy & loaded <= needed, words
     assert (tmp_path / "hub" / "config.json").is_file()
 
 
@@ -186,23 +196,31 @@ from transformers import AutoConfig
 
 @pytest.fixture(scope="module")
 def told(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """The exit code of each of the codes above, and what it said, in a process of its own."""
+    """The exit code of `UNPICKLE` and `UNTESTED`, and what each said, in a process of its own."""
     from transformers import AutoConfig
 
     import dlm_bridge  # noqa: F401
 
     pickled = tmp_path_factory.mktemp("pickled") / "config.pickle"
     pickled.write_bytes(pickle.dumps(AutoConfig.from_pretrained(llada)))
-    codes = {name: f"{imports}\n{LOAD}" for name, imports in ORDERS.items()}
-    codes |= {"unpickle": UNPICKLE, "untested": UNTESTED}
-    found = json.loads(run(FORKS, json.dumps(list(codes.values())), str(llada), str(pickled)))
+    return said_by({"unpickle": UNPICKLE, "untested": UNTESTED}, llada, pickled)
+
+
+@pytest.fixture(scope="module")
+def told_in_order(llada: Path) -> dict[str, tuple[int, str]]:
+    """The same of `LOAD` in each of the `ORDERS`."""
+    return said_by({name: f"{imports}\n{LOAD}" for name, imports in ORDERS.items()}, llada)
+
+
+def said_by(codes: dict[str, str], *paths: Path) -> dict[str, tuple[int, str]]:
+    found = json.loads(run(FORKS, json.dumps(list(codes.values())), *map(str, paths)))
     return {name: (code, said) for name, (code, said) in zip(codes, found, strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_auto_classes_know_the_families_in_either_order(order: str, told: dict[str, tuple[int, str]]) -> None:
-    code, said = told[order]
+def test_auto_classes_know_the_families_in_either_order(order: str, told_in_order: dict[str, tuple[int, str]]) -> None:
+    code, said = told_in_order[order]
     assert code == 0, said
     lines = [line for line in said.splitlines() if line.startswith("LLaDA")]
     assert lines == ["LLaDAConfig", "LLaDAModelLM", "LLaDAModelLM"], said

@@ -242,8 +242,8 @@ print(unsupported_reason(bridge))
 """
 
 
-# Those that other extensions import, and one that replaces functions of the core.
-FIRST = ("display", "serving", "parallel", "kernels")
+# One that other extensions import, and one that adds an engine.
+FIRST = ("display", "parallel")
 
 
 @pytest.mark.extension(*EXTENSIONS)

@@ -121,6 +121,7 @@ def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.fast(but=["deepseek-direct-q-*", "qwen2.5-tied-*", "llama3.1-*", "llama2-*", "mistral-nemo-*", "*-fp32"])
 def test_round_trip(case: Case, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     expected = tensors_of(source)
@@ -150,6 +151,7 @@ def test_logits_are_transformers_own(case: Case, folder: Path) -> None:
         assert torch.equal(built(IDS).logits, expected(IDS).logits)
 
 
+@pytest.mark.fast(but=["deepseek-direct-q", "qwen2.5-tied", "llama3.1", "llama2", "mistral-nemo"])
 def test_live_models_cross_the_bridge(case: Case, folder: Path, tmp_path: Path) -> None:
     live = Bridge.from_model(transformers.AutoModelForCausalLM.from_pretrained(folder))
     expected = in_model(case, tensors_of(folder))

@@ -59,6 +59,7 @@ def write(case: Case, folder: Path, rows: int = 260, **tokenizer: Any) -> Path:
 
 
 @pytest.mark.parametrize(("case", "name"), PAIRS)
+@pytest.mark.fast("qwen3-*", "gpt-oss-*", "gemma3-*", "deepseek-*")
 def test_weights_attention_pattern_and_tokenizer(case: Case, name: str, tmp_path: Path) -> None:
     source = write(case, tmp_path / "ar")
     before = tree(source)
@@ -234,6 +235,7 @@ def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
         ("ling", "shifted", "bailing_moe_v2_shifted", "pretrain"),
     ],
 )
+@pytest.mark.fast("ling-*", "gpt-oss-*", "qwen3-*")
 def test_the_result_crosses_to_megatron_and_trains(
     label: str, to: str | None, family: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +300,7 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize(("label", "changed", "form"), WINDOWED)
+@pytest.mark.fast("*-block-causal")
 def test_sliding_windows_stay(label: str, changed: dict[str, Any], form: str, tmp_path: Path) -> None:
     """On either side of a position; under every attention implementation, with padding and with a KV cache."""
     case = BY_LABEL[label]
@@ -427,6 +430,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.fast("qwen3", "gemma3_text")
 def test_greedy_text_of_the_causal_forms_is_the_autoregressive_models(family: str, tmp_path: Path) -> None:
     """`idlm` with and without a cache, and `nemotron` by self-speculation; also past a sliding window."""
     source = write(FIRST[family], tmp_path / "ar")

@@ -27,6 +27,7 @@ ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for na
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("granularity", [1, 2])
+@pytest.mark.fast("2-sdar", "1-mistral", "2-qwen3")
 def test_it_computes_what_the_dense_model_computes(name: str, granularity: int, tmp_path: Path) -> None:
     way = targets()[name]
     dense = write(BY_LABEL[LABELS[way.dense]], tmp_path / "ar")

@@ -207,6 +207,7 @@ def test_a_job_reports_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.fast("2")
 def test_a_command_that_succeeds_destroys_its_process_groups(code: int) -> None:
     """One that fails may leave others waiting, and torchrun ends them."""
     script = (

@@ -368,6 +368,7 @@ def test_failed_lines_are_named_so_that_one_correction_is_enough() -> None:
 
 
 @pytest.mark.parametrize("remedy", ["corrected", "removed"])
+@pytest.mark.fast("corrected")
 def test_a_file_with_a_bad_line_is_resumed_without_it(cli: Cli, llada: Path, tmp_path: Path, remedy: str) -> None:
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
 
@@ -448,6 +449,7 @@ def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
+@pytest.mark.fast("llada")
 def test_an_interrupted_file_of_prompts_is_resumed(
     cli: Cli, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -403,6 +403,7 @@ def test_what_cannot_be_cut_is_refused(two: Together, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llada", "sdar", "llada2", "qwen3"])
+@pytest.mark.fast("llada2", "qwen3")
 def test_a_device_map_changes_no_token(models: dict[str, Path], cli: Cli, tmp_path: Path, name: str) -> None:
     """Half of the layers are on the disk."""
     config = json.loads((models[name] / "config.json").read_text())

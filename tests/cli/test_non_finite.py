@@ -78,6 +78,7 @@ def run(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: A
     ],
     ids=["prompt", "show", "jsonl", "texts", "choices", "perplexity"],
 )
+@pytest.mark.fast("*-llada", "jsonl-*")
 def test_commands(
     folders: Callable[[str], Path],
     tmp_path: Path,
@@ -106,6 +107,7 @@ def test_commands(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.fast("*-llada")
 def test_the_server(folders: Callable[[str], Path], kind: str, stream: bool) -> None:
     body = {"prompt": ["the cat", "sat"], "max_tokens": 16, "stream": stream}
     with running(load_model(folders(kind), Placement("cpu"))) as server:

@@ -61,6 +61,7 @@ def test_positions_to_fill_are_those_of_the_text(cli: Cli, folder: Path, loaded:
 
 
 @pytest.mark.parametrize("words", [["--tasks", "{task}"], ["--perplexity", "{text}"]], ids=["task", "perplexity"])
+@pytest.mark.fast("task")
 def test_it_is_evaluated(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

@@ -176,14 +176,14 @@ def test_a_cache_that_cannot_be_one(data: Path, tmp_path: Path) -> None:
 
 
 def test_one_process_of_a_host_copies(data: Path, tmp_path: Path) -> None:
-    """The others wait, and find the copies."""
+    """The other waits, and finds the copies."""
     code = "import sys; from dlm_bridge.cluster.staging import stage; print(stage(sys.argv[2:], sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path / "cache"), str(data / "texts"), str(data / "pair")]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert [process.returncode for process in started] == [0, 0], said
     assert len({out for out, _ in said}) == 1
-    assert sorted(err.count("copying 9 files") for _, err in said) == [0, 0, 1]
+    assert sorted(err.count("copying 9 files") for _, err in said) == [0, 1]
 
 
 def test_a_run_reads_the_copies_and_gives_the_same_losses(

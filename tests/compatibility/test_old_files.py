@@ -117,6 +117,7 @@ def test_a_trained_checkpoint_is_exported(run: str, tmp_path: Path) -> None:
     ("run", "flags", "processes", "tolerance"),
     [pytest.param(*one, marks=[pytest.mark.extension("parallel")] * ("megatron" in one[0])) for one in RESUMES],
 )
+@pytest.mark.fast("megatron_bf16_tp2*--tp 2*", "accelerate*")
 def test_a_run_goes_on_as_it_would_have(
     run: str, flags: str, processes: int, tolerance: float, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def opened(folder: Path) -> Bridge:
         ("torch", {"to_hf": True, "processes": 2}),
     ],
 )
+@pytest.mark.fast("torch-options8", "hub-options2", "torch_dist-options3", "hub-options1")
 def test_a_flipped_bit_is_refused_or_recorded(
     damaged: Callable[..., Path], kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def saved(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["llada", MOE.name, MIXED.name])
+@pytest.mark.fast("llada", "rnd1")
 def test_megatron_fsdp(saved: Path, tmp_path: Path, name: str) -> None:
     source, folder = saved / name, saved / f"{name}-megatron"
     facts = inspect_checkpoint(folder)

@@ -70,6 +70,7 @@ MIXTRAL = next(case for case in CASES if case.label == "mixtral")
     [MIXTRAL, llada_moe.CASE, llada2_moe.CASE, sdar_moe.CASE],
     ids=["mixtral", "llada_moe", "llada2_moe", "sdar_moe"],
 )
+@pytest.mark.fast("*-both")
 def test_a_merged_model_computes_what_peft_s_does(case: Any, stacks: tuple[str, ...], tmp_path: Path) -> None:
     base = case.write(tmp_path / "base")
     model = Bridge.from_hf(base).build_hf_model(torch.float32).eval()

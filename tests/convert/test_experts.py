@@ -154,6 +154,7 @@ def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     zip(llada2_moe.CASES, (Layout(tp=2, pp=2, ep=2, etp=1), Layout()), strict=True),
     ids=["2.0-cut", "2.2-whole"],
 )
+@pytest.mark.fast("2.2-whole")
 def test_merged_experts_and_single_ones_become_each_other(
     tmp_path: Path, case: rnd1.FamilyCase, layout: Layout
 ) -> None:

@@ -97,6 +97,7 @@ def test_states_are_cut_as_the_weights_are(
 
 
 @pytest.mark.parametrize("write", [MIXED.write, write_checkpoint], ids=["one Hub tensor each", "one for all experts"])
+@pytest.mark.fast("one Hub tensor each")
 def test_states_of_experts_and_unlike_layers(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     write(tmp_path / "hub")
     Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "run", Layout(ep=2))

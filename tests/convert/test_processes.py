@@ -36,6 +36,7 @@ def fails_in_a_child(monkeypatch: pytest.MonkeyPatch, after: int, how: Any) -> N
 
 
 @pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.fast("2")
 def test_processes_write_what_threads_write(tmp_path: Path, llada: Path, processes: int) -> None:
     Bridge.from_hf(llada).to_megatron(tmp_path / "m", LAYOUT)
     told: list[tuple[int, int]] = []

@@ -62,6 +62,7 @@ def test_every_layout(tmp_path: Path, tp: int, pp: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.fast(but=["{'shards': 1}", "{'dtype': torch.float64}", "{'n_kv_heads': 1}", "{'n_kv_heads': 2}"])
 def test_every_kind_of_checkpoint(tmp_path: Path, overrides: dict[str, object]) -> None:
     if overrides.get("multi_query_attention"):
         config = llada_config(n_kv_heads=None, multi_query_attention=True)

@@ -196,6 +196,7 @@ def test_metadata_is_what_torchs_own_classes_pickle(tmp_path: Path, tensors: int
 
 
 @pytest.mark.parametrize("chunking", ["whole", "per layer", "two layers", "odd columns", "rows and columns"])
+@pytest.mark.fast("rows and columns", "odd columns per layer")
 def test_any_chunking_reads(tmp_path: Path, llada: Path, chunking: str) -> None:
     state = expected(hub_tensors(llada))
     state["embedding.word_embeddings.weight"] = torch.cat(

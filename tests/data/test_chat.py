@@ -350,13 +350,13 @@ def _check_random_chats(name: str, template: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("name", sorted(templates()))
 def test_nothing_but_answers_is_trained(name: str) -> None:
-    _check_random_chats(name, templates()[name], range(40))
+    _check_random_chats(name, templates()[name], range(12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(templates()))
 def test_nothing_but_answers_is_trained_in_many_chats(name: str) -> None:
-    _check_random_chats(name, templates()[name], range(40, 400))
+    _check_random_chats(name, templates()[name], range(12, 400))
 
 
 # -- another template

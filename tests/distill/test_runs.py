@@ -46,6 +46,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     ],
     ids=["off-policy", "on-policy", "trajectories", "growing blocks"],
 )
+@pytest.mark.fast("on-policy", "growing blocks")
 def test_resume_is_exact(changes: dict[str, Any], settings: Settings, run: Run, parent: Path, tmp_path: Path) -> None:
     if "parent" in changes:
         changes = {**changes, "parent": str(parent)}

@@ -242,6 +242,7 @@ CHAT = (
 
 
 @pytest.mark.parametrize("model", ["llada", "llama"])
+@pytest.mark.fast("llada")
 def test_the_chat_that_a_task_is_asked_in(
     run: Eval, folders: dict[str, Path], opened: dict[str, LoadedModel], tmp_path: Path, model: str
 ) -> None:
@@ -285,6 +286,7 @@ def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("model", ["llada", "llama"])
+@pytest.mark.fast("llada")
 def test_an_interrupted_evaluation_is_resumed(
     run: Eval, folders: dict[str, Path], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +462,7 @@ def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["multiple_choice", "generate_until", "loglikelihood_rolling"])
+@pytest.mark.fast("generate_until", "loglikelihood_rolling")
 def test_documents_with_the_mask_token_are_named_before_anything_is_run(
     run: Eval, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

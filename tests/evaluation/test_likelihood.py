@@ -15,7 +15,7 @@ import torch
 from dlm_bridge.evaluation import likelihood as module
 from dlm_bridge.evaluation.likelihood import Answer, MaskSample, bound_estimator, is_greedy, likelihood_bounds
 from dlm_bridge.models.families import family_by_name
-from tests.families.case import FamilyCase, all_cases
+from tests.families.case import FamilyCase, all_cases, few
 
 CASES = {case.name: case for case in all_cases() if not case.label}
 
@@ -81,6 +81,7 @@ def _subsets(count: int) -> Iterator[np.ndarray[Any, Any]]:
             yield np.array(chosen)
 
 
+@pytest.mark.fast(*few())
 def test_every_subset_is_read_as_a_sampler_would(model: Any) -> None:
     """Alone and in a padded batch; weights are told apart by giving each token another."""
     answer, short = _answer(model), Answer((5, 6), (7,))

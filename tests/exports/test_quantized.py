@@ -69,6 +69,7 @@ def parts(scheme: str, rows: int, columns: int) -> dict[str, tuple[torch.dtype, 
 
 
 @pytest.mark.parametrize(("name", "scheme"), ROUND_TRIPS)
+@pytest.mark.fast("llada2_moe-*", "dream-int8", "llada-fp8", "qwen3-int4")
 def test_round_trip(name: str, scheme: str, tmp_path: Path) -> None:
     """Every key of the folder is the published layout's; every weight is within its bound; the logits are those of the
     dequantised weights, and with 8 bits near the source's."""

@@ -41,6 +41,7 @@ def source_of(folder: Path, name: str, **text: Any) -> Path:
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("diffusion_gemma", "int8"), ("gpt-oss", "fp8"), ("gpt-oss", "int4")])
+@pytest.mark.fast("diffusion_gemma-int8", "gpt-oss-int4")
 def test_round_trip(name: str, scheme: str, tmp_path: Path) -> None:
     """Each expert has matrices of its own, in the order of the Hub tensor's columns or rows; every other tensor is
     the source's; logits are those of the dequantised weights, also without a folder."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dlm_bridge.extra_samplers import EXTENSION
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import families
@@ -17,6 +19,7 @@ def test_the_extension_names_its_samplers_as_they_name_themselves() -> None:
     assert not {spec.sampler.get("algorithm") for spec in families()} & {*EXTENSION.samplers}
 
 
+@pytest.mark.slow
 def test_without_the_folder(llada: Path, tmp_path: Path) -> None:
     copy_without(tmp_path, "extra_samplers")
     done = run(COMMAND, tmp_path, "generate", str(llada), "--prompt", "the cat", "--algorithm", "wino")

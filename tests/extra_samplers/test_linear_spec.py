@@ -98,6 +98,7 @@ ARGUMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("cache", ["none", "block"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.fast("nemotron_labs_diffusion-none", "nemotron_labs_diffusion-block")
 def test_it_writes_what_the_causal_model_writes(case: FamilyCase, cache: str, tmp_path: Path) -> None:
     """Rows of different lengths, of which each gets on at its own pace, by our own float64 maths."""
     model, tensors, config = checkpoint(case, tmp_path)
@@ -125,6 +126,7 @@ def test_it_writes_what_the_causal_model_writes(case: FamilyCase, cache: str, tm
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("block", [2, 5, 20])
+@pytest.mark.fast("5-*", "2-0.0")
 def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) -> None:
     """Forward by forward: a right draft is committed as far as it is right, and one token more."""
     paces = set()
@@ -156,7 +158,7 @@ def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) ->
 )
 def test_what_is_drawn_has_the_causal_model_s_distribution(filters: dict[str, Any]) -> None:
     """The frequencies of all texts of three tokens, against their exact probabilities."""
-    model, prompt, copies = stand_in_model(1), [7, 11], 6000
+    model, prompt, copies = stand_in_model(1), [7, 11], 2000
     keep_tokens(model, 3)
     causal = of_stand_in(model, 0)
     names = {"top_k": filters.get("top_k"), "top_p": filters.get("top_p")}
@@ -249,6 +251,7 @@ def test_the_history_shows_what_checks_commit() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.fast("0.9")
 def test_cached_keys_and_values_are_those_of_whole_forwards(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

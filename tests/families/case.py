@@ -92,11 +92,22 @@ class FamilyCase:
         return allowed & real[:, None, :]
 
 
-# Cases that `make test` cuts over two processes: every kind of parameter, attention pattern and shift.
-CUT = (
-    "a2d_qwen3", "difflm", "dream", "fast_dllm_v2", "idlm", "llada", "llada-tied", "llada2_moe", "llada_moe",
-    "nemotron_labs_diffusion", "rnd1", "sdar", "wedlm",
+# Cases that `make test` cuts over two processes: each attention pattern, a body of our own, biases, shifted logits,
+# norms of queries and keys, experts.
+CUT = ("dream", "idlm", "llada", "llada2_moe", "sdar")
+
+
+# Cases of a family of which another one shows the same.
+VARIANTS = (
+    "difflm-tied", "fast_dllm_v2-tied", "illada-untied", "llada-tied", "llada2_moe-2.2",
+    "nemotron_labs_diffusion-beyond-context", "sdar-trado", "wedlm-qwen2",
 )  # fmt: skip
+
+
+def few(*endings: str) -> list[str]:
+    """Ids of the cases of one family per body and attention pattern, each with these endings."""
+    names = ("dream", "fast_dllm_v2", "idlm", "llada", "llada2_moe", "nemotron_labs_diffusion", "sdar", "wedlm")
+    return [f"{name}{ending}" for name in names for ending in endings or ("",)]
 
 
 def all_cases() -> list[FamilyCase]:
@@ -116,14 +127,13 @@ def some_slow(cases: Iterable[FamilyCase], *slow: str) -> list[Any]:
 
 
 def layouts(family: FamilySpec, config: dict[str, Any], every: bool) -> list[Layout]:
-    """Of a conversion: interleaved and uneven stages, cut by rows as well; experts over ranks where there are any.
-    `every`: also those of which another has all cuts."""
-    found = [Layout(tp=2, pp=2, vp=2), Layout(pp=2, first_stage=1)]
+    """Of a conversion: interleaved and uneven stages, cut by rows as well; of experts, over ranks. `every`: also those
+    of which another has all cuts."""
+    dense = [Layout(tp=2, pp=2, vp=2), Layout(pp=2, first_stage=1)]
     experts = family.mapping.dims(config).experts > 0
-    if experts:
-        found += [Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)]
+    found = [Layout(tp=2, pp=2, ep=2, etp=1), Layout(tp=2, ep=4, etp=2)] if experts else dense
     if every:
-        found += [Layout(), Layout(tp=2, pp=2), *([Layout(ep=2)] if experts else [])]
+        found += [Layout(), Layout(tp=2, pp=2), *([*dense, Layout(ep=2)] if experts else [])]
     return found
 
 

@@ -20,7 +20,7 @@ from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models import diffusion_lm
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
 from dlm_bridge.train.lora import linear_layers
-from tests.families.case import CUT, FamilyCase, all_cases, config_of, layouts
+from tests.families.case import CUT, VARIANTS, FamilyCase, all_cases, config_of, few, layouts
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
 from tests.refusals import refused
@@ -175,6 +175,7 @@ def test_tokenizer_loads_without_remote_code(case: FamilyCase, folder: Path) -> 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.fast("*-sdpa", *few("-eager"))
 def test_logits_are_our_own_maths(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str) -> None:
     model = case.load(folder, attn_implementation=attention)
     positions, real = whole(ids)
@@ -185,6 +186,7 @@ def test_logits_are_our_own_maths(case: FamilyCase, folder: Path, ids: torch.Ten
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.fast(*few("-eager", "-sdpa"))
 def test_topology_by_perturbation(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str) -> None:
     """Exactly the logits of positions that may look at a token move when that token changes."""
     model = case.load(folder, attn_implementation=attention)
@@ -204,6 +206,7 @@ def test_topology_by_perturbation(case: FamilyCase, folder: Path, ids: torch.Ten
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.fast(*few("-left-sdpa", "-right-eager"))
 def test_padding_is_never_seen(case: FamilyCase, folder: Path, ids: torch.Tensor, attention: str, side: str) -> None:
     model = case.load(folder, attn_implementation=attention)
     real = torch.ones_like(ids, dtype=torch.bool)
@@ -222,6 +225,7 @@ def test_padding_is_never_seen(case: FamilyCase, folder: Path, ids: torch.Tensor
     torch.testing.assert_close(logits[real], other[real], atol=1e-6, rtol=0)
 
 
+@pytest.mark.fast(*few())
 def test_four_dimensional_masks_are_the_callers_topology(
     case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor
 ) -> None:
@@ -266,6 +270,7 @@ def test_logits_to_keep(model: Any, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.fast(but=[f"{name}-bf16" for name in VARIANTS])
 def test_saving_gives_back_names_keys_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     case.load(source).save_pretrained(tmp_path / "saved", max_shard_size="50KB")
@@ -300,6 +305,7 @@ def test_windows_that_a_body_would_ignore_are_refused(case: FamilyCase) -> None:
         config_class.from_dict(windowed)
 
 
+@pytest.mark.fast(*few())
 def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, tmp_path: Path) -> None:
     source = case.write(tmp_path / "hub", some_future_key={"a": [1, None]})
     model = case.load(source)
@@ -308,6 +314,7 @@ def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, 
     assert config_of(tmp_path / "saved") == {**config_of(source), "mask_token_id": 6}
 
 
+@pytest.mark.fast(but=VARIANTS)
 def test_no_parameter_is_left_random(case: FamilyCase, tmp_path: Path) -> None:
     tensors = case.tensors(case.config, 0, torch.float32)
     name = next(name for name in reversed(tensors) if "layers.2" in name or "blocks.2" in name)
@@ -345,6 +352,7 @@ def test_mapping_covers_the_hubs_tensors(case: FamilyCase) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.fast(but=[f"{name}-bf16" for name in VARIANTS])
 def test_conversion_gives_back_names_keys_files_and_bits(case: FamilyCase, tmp_path: Path, dtype: torch.dtype) -> None:
     source = case.write(tmp_path / "hub", dtype)
     expected = tensors_of(source)
@@ -358,6 +366,7 @@ def test_conversion_gives_back_names_keys_files_and_bits(case: FamilyCase, tmp_p
                 assert filecmp.cmp(file, back / file.relative_to(source), shallow=False), file.name
 
 
+@pytest.mark.fast(but=VARIANTS)
 def test_live_models_cross_the_bridge(case: FamilyCase, folder: Path, model: Any, ids: torch.Tensor) -> None:
     built = Bridge.from_hf(folder, family=case.family_argument).build_hf_model()
     with torch.no_grad():
@@ -369,6 +378,7 @@ def test_live_models_cross_the_bridge(case: FamilyCase, folder: Path, model: Any
 # ------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.fast(*few())
 def test_labels_give_a_loss_that_trains_everything(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
     model = case.load(folder).train()
     model.config.mask_token_id = 99
@@ -391,6 +401,7 @@ def test_labels_give_a_loss_that_trains_everything(case: FamilyCase, folder: Pat
         model(ids, labels=labels)
 
 
+@pytest.mark.fast(*few())
 def test_gradient_checkpointing_changes_no_gradient(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
     gradients = []
     for checkpointed in (False, True):
@@ -444,6 +455,7 @@ def test_the_command_draws_the_same_tokens_on_every_process(tensor_parallel: dic
 # ------------------------------------------------------------------------------------------------- sampling
 
 
+@pytest.mark.fast(*few(), "dreamon", "dream_reasoner", "rnd1")
 def test_the_familys_own_sampler_fills_every_mask(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
     model = case.load(folder)
     model.config.mask_token_id = 99

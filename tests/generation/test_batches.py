@@ -72,6 +72,7 @@ class OperatorCount(TorchDispatchMode):
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
+@pytest.mark.fast("dream-entropy-None", "0.9-dual")
 def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, settings: dict[str, Any]) -> None:
     def operators(batch: int, gen_length: int) -> int:
         lengths = [3 + 2 * (row % 3) for row in range(batch)]

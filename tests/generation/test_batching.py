@@ -21,7 +21,7 @@ from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 from tests.refusals import refused
 
 
@@ -119,6 +119,7 @@ def check_rows(model: Any, settings: dict[str, Any], rows: list[Request], **opti
         for temperature in (0.0, 0.8)
     ],
 )
+@pytest.mark.fast("dream-ranked-*", "dreamon-*", "idlm-*", "llada-0.8", "llada2.1-*", "multi_block-*", "sdar-0.8")
 def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     for weights in ("embed", "query", "value", "head"):
@@ -145,6 +146,7 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": 0.0, "eos_token_id": None}
@@ -237,6 +239,9 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
     ids=lambda value: value if isinstance(value, str) else value["cache"],
 )
 @pytest.mark.parametrize("execution", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.fast(
+    "eager-dream-dual", "eager-llada-prefix", "eager-sdar-block", "eager-wedlm-block", "eager-idlm-block1"
+)
 def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
     family: str, settings: dict[str, Any], execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +263,7 @@ def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.fast("True")
 def test_shared_columns_move_also_where_no_row_waits(
     speculative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +415,7 @@ def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.fast("dual")
 def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, cache: str) -> None:
     def operators(rows: int, gen_length: int) -> int:
         settings = {"gen_length": gen_length, "block_length": 16, "eos_token_id": None, "cache": cache}
@@ -455,6 +462,7 @@ def steps_of_commits(events: list[Event], length: int) -> list[int]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["llada-threshold", "llada2.1", "dreamon", "idlm"])
+@pytest.mark.fast("llada2.1-True", "idlm-True", "dreamon-True", "llada-threshold-False")
 def test_a_recorded_row_says_what_a_streamed_one_told(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where changes arrive on the host a step later, as they may on a GPU, and of tokens behind the end."""
     model, settings = build(name)

@@ -65,6 +65,7 @@ def logits_of(
 
 
 @pytest.mark.parametrize("case", some_slow(WITH_BLOCK_CACHE, "llada2_moe-2.2"))
+@pytest.mark.fast("fast_dllm_v2-tied", "nemotron_labs_diffusion", "sdar", "sdar_moe", "dream_reasoner")
 def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, some of which end early and leave the batch, have the same tokens; each alone, the
     same logits in every step."""
@@ -201,6 +202,7 @@ def test_context_length_on_the_device(
 @pytest.mark.parametrize(
     "case", [case for case in WITH_BLOCK_CACHE if case.spec.name in ("sdar", "fast_dllm_v2")], ids=lambda case: case.id
 )
+@pytest.mark.fast("fast_dllm_v2-tied-0", "sdar-0", "sdar-256")
 def test_a_speculative_forward_pass_is_the_next(
     case: FamilyCase, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_longer_prompt_enters_before_anything_is_cached(
 
 @pytest.mark.parametrize("threshold", [None, 3.0])
 @pytest.mark.parametrize("case", REORDERED, ids=lambda case: case.id)
+@pytest.mark.fast("wedlm-None", "wedlm-3.0")
 def test_tokens_committed_without_a_gap_are_cached(
     case: FamilyCase, threshold: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +416,7 @@ def fast_dllm(model: Any, prompt: list[int], gen: int, block: int, behind: bool)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.fast("dual")
 def test_approximate_caches_are_fast_dllm_s(model: Any, cache: str) -> None:
     differs = False
     for seed in range(6):

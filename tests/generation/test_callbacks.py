@@ -15,7 +15,7 @@ from dlm_bridge.generation import DenoisingStep, generate
 from tests.generation.conftest import MASK as MODEL_MASK
 from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 from tests.refusals import refused
 
 
@@ -41,6 +41,7 @@ class Watcher(BaseStreamer):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ends", [None, (3, 9, 20, 31)])
+@pytest.mark.fast(*(f"None-{name}" for name in FAST))
 def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2, 8))
@@ -81,6 +82,7 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lengths", [(5,), (5, 9)])
+@pytest.mark.fast(*(f"lengths1-{name}" for name in FAST))
 def test_what_is_streamed_ends_with_the_longest_row(name: str, lengths: tuple[int, ...]) -> None:
     """A row may have ended before its block is done; nothing behind that is streamed, or returned."""
     model, arguments = build(name)

@@ -23,7 +23,7 @@ from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
 from tests.generation.test_non_finite import ends_of
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 from tests.refusals import refused
 
 Edit = Callable[[torch.Tensor, int, list[int]], torch.Tensor]  # logits [V], the position, the row -> logits
@@ -152,6 +152,7 @@ UNORDERED = ("rnd1", "uniform", "dreamon", "idlm", "dmax")  # these samplers com
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(UNORDERED)])
+@pytest.mark.fast(*FAST)
 def test_every_sampler_follows_an_allowed_prefix(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2))
@@ -194,6 +195,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+@pytest.mark.fast(*FAST)
 def test_a_stop_string_ends_a_row(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2, 8))

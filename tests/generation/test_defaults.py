@@ -76,6 +76,18 @@ def test_a_choice_is_not_refused_by_a_default(name: str, choices: dict[str, tupl
 
 
 @pytest.mark.parametrize(("name", "pattern", "shift"), RUNS)
+@pytest.mark.fast(
+    "llada-*",
+    "dream-*",
+    "sdar-*",
+    "idlm-*-True",
+    "wedlm-*",
+    "rnd1-*-True",
+    "uniform-*-True",
+    "credit-block*-True",
+    "llada2.1-*-True",
+    "fast_dllm_v2-*-True",
+)
 def test_samplers_write_as_much_as_there_is_room_for(name: str, pattern: str, shift: bool) -> None:
     model = build(RUNS[name, pattern, shift])
     never = {"eos_token_id": None, **({"steps": 9} if name == "uniform" else {})}  # ended

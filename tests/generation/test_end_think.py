@@ -45,6 +45,7 @@ def published(
 @pytest.mark.parametrize("closing", [[3], [3, 4], [5, 5, 6], [7, 8, 7, 9]])
 @pytest.mark.parametrize(("boost", "power"), BOOSTS)
 @pytest.mark.parametrize("algorithm", ["llada", "illada"])
+@pytest.mark.fast("llada-*-closing0", "illada-2.0-1.0-*")
 def test_it_is_the_published_urge(algorithm: str, closing: list[int], boost: float, power: float) -> None:
     """Of ragged rows, one of which ends with a part of the closing tokens, and one with all of them."""
     model = StandIn(family(algorithm=algorithm))

@@ -15,7 +15,7 @@ from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import FamilySpec, families
-from tests.families.case import FamilyCase, all_cases
+from tests.families.case import VARIANTS, FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers
 
@@ -72,6 +72,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", DIFFUSION, ids=lambda case: case.id)
+@pytest.mark.fast(but=VARIANTS)
 def test_a_family_samples_by_its_own_algorithm(case: FamilyCase, tmp_path: Path) -> None:
     # In float64 a batch and a row alone do not round to different tokens.
     model = case.load(case.write(tmp_path / "hub"), dtype=torch.float64)

@@ -142,7 +142,7 @@ def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Pa
     content = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
     rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": content}]}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl")
+    code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl", "--gen-length", 4, *SHORT)
     assert code == 2
     assert "in.jsonl:2" in err
     assert "image" in err

@@ -65,6 +65,7 @@ def _batched(model: Any, settings: dict[str, Any], rows: int) -> tuple[GemmaEngi
     ids=["early", "ends", "stable", "length"],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.fast("eager-early", "sdpa-stable", "eager-ends")
 def test_texts_are_those_of_transformers_alone(
     model: Any, settings: dict[str, Any], ends: list[int], attention: str
 ) -> None:

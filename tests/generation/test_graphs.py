@@ -44,6 +44,7 @@ def llada(folder: Path) -> Any:
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.fast("compiled-dual")
 def test_bidirectional(llada: Any, cache: str, execution: str) -> None:
     tokens = prompts(3, 9).to(DEVICE)
     real = torch.ones_like(tokens)

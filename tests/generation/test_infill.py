@@ -16,7 +16,7 @@ from tests.generation.published_samplers import Logits, bidirectional, block_cau
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_callbacks import Watcher
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 from tests.refusals import refused
 
 KINDS = {
@@ -103,6 +103,7 @@ def test_a_block_causal_model_fills_a_block_from_what_it_sees(new: int) -> None:
 
 @pytest.mark.parametrize("name", FILLING)
 @pytest.mark.parametrize("new", [0, 4])
+@pytest.mark.fast(*(f"4-{name}" for name in FAST))
 def test_a_row_is_filled_alone_as_in_a_batch(name: str, new: int) -> None:
     model, arguments = build(name)
     del arguments["gen_length"]

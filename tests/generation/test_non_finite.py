@@ -18,7 +18,7 @@ from dlm_bridge.generation.request import Ended, Event, Failed, Request
 from tests.generation.standin import MASK, StandIn, family
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 from tests.refusals import refused
 
 GOOD, BAD = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]
@@ -70,6 +70,7 @@ def ends_of(batch: SamplingEngine, *rows: Request) -> dict[Any, list[Event]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_generate_of_every_sampler(name: str) -> None:
     """From the first forward pass on, in the last one alone, and in one row alone, which is named."""
     model, settings = build(name)
@@ -85,6 +86,7 @@ def test_generate_of_every_sampler(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_a_continuous_batch_of_every_sampler(name: str) -> None:
     """A row fails alone, before it shows a token; the others have the tokens that they have without it."""
     model, settings = build(name)

@@ -14,7 +14,7 @@ from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import Request
 from tests.generation.standin import ragged
 from tests.generation.test_batches import OperatorCount
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, FAST, build
 
 LENGTHS, SEEDS = (3, 7, 5), [1, 2, 3]  # of three rows, of each of which there are FEW or MANY
 FEW, MANY = 2, 4  # not one: of a single row PyTorch copies less
@@ -87,6 +87,7 @@ def of_a_batch(model: Any, copies: int, *, stream: bool, record: bool, **setting
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_steps_of_every_sampler(name: str) -> None:
     """Drawn tokens: noise, proposal, selection, and the rows that leave."""
     model, settings = build(name)
@@ -108,6 +109,7 @@ def test_steps_of_every_sampler(name: str) -> None:
     ids=["eos", "stop_strings", "history", "callback", "streamer", "ngrams", "allowed", "penalty"],
 )
 @pytest.mark.parametrize("name", ["llada-threshold", "sdar", "dream-entropy"])
+@pytest.mark.fast("sdar-*", "llada-threshold-ngrams", "dream-entropy-history")
 def test_what_a_call_asks_for(name: str, more: dict[str, Any]) -> None:
     model, settings = build(name)
     many, few = (of_generate(model, copies, **settings, **more) for copies in (MANY, FEW))
@@ -120,6 +122,7 @@ def test_what_a_call_asks_for(name: str, more: dict[str, Any]) -> None:
     "name", ["llada", "llada-random", "llada-threshold", "dream-origin", "sdar", "llada2.1", "idlm"]
 )
 @pytest.mark.parametrize(("stream", "record"), [(True, False), (False, True), (False, False)])
+@pytest.mark.fast("*-sdar", "False-True-llada2.1", "False-False-dream-origin")
 def test_steps_of_a_continuous_batch(name: str, stream: bool, record: bool) -> None:
     model, settings = build(name)
     settings |= {"stop_strings": ["bc"], "tokenizer": Letters(), "eos_token_id": 5, "pad_token_id": 0}

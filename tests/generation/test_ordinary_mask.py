@@ -43,6 +43,7 @@ def special() -> StandIn:
 @pytest.mark.parametrize(
     "more", [{}, {"temperature": 0.0}, {"repetition_penalty": 1.2}], ids=["drawn", "greedy", "penalty"]
 )
+@pytest.mark.fast("*-llada", "*-dream", "drawn-uniform", "penalty-multi_block")
 def test_texts_are_those_of_a_mask_token_of_its_own(algorithm: str, more: dict[str, Any]) -> None:
     if algorithm == "uniform" and "repetition_penalty" in more:
         more = {}  # refused: it has no committed text

@@ -36,6 +36,7 @@ def test_a_preset_suits_its_sampler_at_any_length(run: Any, preset: str) -> None
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if len(SAMPLERS[run[0]].presets) == 2], ids=str)
+@pytest.mark.fast("*sdar*", "*dream*", "*wedlm*", "*llada2*")
 def test_fast_has_fewer_forward_passes_than_careful(run: Any) -> None:
     model, forwards = build(RUNS[run], peak=100.0), []  # sure of its tokens
     for preset in ("fast", "careful"):

@@ -31,6 +31,7 @@ def sample(
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("alg", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize(("gen", "steps"), [(12, 12), (10, 4), (7, 30)])
+@pytest.mark.fast("12-12-*", "10-4-entropy-*", "7-30-entropy-True")
 def test_dream(shift: bool, alg: str, gen: int, steps: int) -> None:
     model = StandIn(family(shift=shift, algorithm="dream"))
     for filters in ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.95}):
@@ -179,6 +180,7 @@ def test_llada21_edits(seed: int, threshold: float, editing: float, post: int, l
         (12, 0.6, 0, 9, 7),
     ],
 )
+@pytest.mark.fast("8-0.5-*", "3-*")
 def test_llada22_deletes_and_inserts(
     seed: int, steps: int, threshold: float, editing: float, post: int, most: int
 ) -> None:

@@ -91,6 +91,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Where every sampler shows the same, `make test` has these, of every way to commit, cache and draft.
+FAST = (
+    "credit-blocks", "dream-ranked", "dreamon", "idlm", "linear_spec-threshold", "llada", "llada-random", "llada2.1",
+    "llada2.2", "multi_block", "nemotron", "sdar", "uniform", "wedlm",
+)  # fmt: skip
+
+
 def build(name: str) -> tuple[StandIn, dict[str, Any]]:
     facts, config, arguments = CASES[name]
     return StandIn(facts, **config), {"gen_length": 12, "temperature": 0.8, **arguments}
@@ -103,6 +110,7 @@ def test_every_sampler_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     model, arguments = build(name)
     rows, ids, mask = ragged((5, 9, 2, 9))
@@ -117,6 +125,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+@pytest.mark.fast(*FAST)
 def test_stopping_changes_nothing_before_the_end(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2, 8))
@@ -135,6 +144,7 @@ def test_stopping_changes_nothing_before_the_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast(*FAST)
 def test_the_mask_token_is_never_emitted(name: str) -> None:
     model, arguments = build(name)
     model.head[:, MASK] = 3 * model.head[:, 1]  # where token 1 is likely, the mask token is likelier

@@ -106,6 +106,7 @@ def ragged(lengths: tuple[int, ...], seed: int) -> tuple[list[list[int]], torch.
 
 
 @pytest.mark.parametrize("small", [2, 4, 8])
+@pytest.mark.fast("4")
 def test_tokens_and_forwards_are_the_published_ones(loaded: tuple[Any, int], small: int) -> None:
     model, mask = loaded
     approximate = narrow = 0
@@ -168,6 +169,7 @@ def test_a_row_is_what_it_is_alone(loaded: tuple[Any, int], monkeypatch: pytest.
     ],
     ids=["drawn", "left to right", "penalised"],
 )
+@pytest.mark.fast("drawn")
 def test_with_other_settings(loaded: tuple[Any, int], more: dict[str, Any]) -> None:
     model, mask = loaded
     rows, tokens, real = ragged((13, 5, 10), 1)

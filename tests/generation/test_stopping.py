@@ -27,6 +27,7 @@ def stopped(full: torch.Tensor, prompt: int, ends: tuple[int, ...]) -> torch.Ten
 
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("more", [{}, {"cfg_scale": 0.7}, {"temperature": 1.0, "seed": 5}])
+@pytest.mark.fast("more2-left", "more1-none", "more0-left")
 def test_stopping_changes_nothing_before_the_end(model: Any, side: str, more: dict[str, Any]) -> None:
     ids = prompts(4, 6)
     mask = torch.ones_like(ids)

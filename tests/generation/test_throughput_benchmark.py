@@ -18,6 +18,7 @@ def _packing_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "supports_packing", runner.supports_packing)
 
 
+@pytest.mark.slow
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each cache's peer and ways, and the ratios of those that have a peer."""
     words = ["--size", "tiny", "sdar-tiny", "llada2-tiny", "--batch", "2", "--batches", "2", *TINY]

@@ -59,10 +59,10 @@ def test_the_posterior_s_chain(steps: int) -> None:
         chain = chain @ torch.stack(rows)
     model = no_mask(Scripted(LOGITS.expand(5, 4)))
     output = generate(
-        model, torch.zeros(6000, 0, dtype=torch.long), algorithm="uniform", gen_length=5, steps=steps,
+        model, torch.zeros(2000, 0, dtype=torch.long), algorithm="uniform", gen_length=5, steps=steps,
         eos_token_id=None, generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
-    counts, expected = torch.bincount(output.flatten(), minlength=4).double(), 30000 * chain
+    counts, expected = torch.bincount(output.flatten(), minlength=4).double(), 10000 * chain
     assert float(((counts - expected) ** 2 / expected).sum()) < 21.1  # once in ten thousand, 3 degrees of freedom
 
 
@@ -88,12 +88,12 @@ def test_the_hybrid_s_chain(steps: int) -> None:
     model = Scripted(torch.cat([LOGITS, torch.tensor([9.0])]).expand(5, 5))  # which would rather predict a mask
     model.config.mask_token_id = 4
     output = generate(
-        model, torch.zeros(6000, 0, dtype=torch.long), algorithm="uniform", p_uniform=0.4, gen_length=5, steps=steps,
+        model, torch.zeros(2000, 0, dtype=torch.long), algorithm="uniform", p_uniform=0.4, gen_length=5, steps=steps,
         eos_token_id=None, generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     assert chain[4] == 0
-    counts, expected = torch.bincount(output.flatten(), minlength=5)[:4].double(), 30000 * chain[:4]
-    assert int(counts.sum()) == 30000
+    counts, expected = torch.bincount(output.flatten(), minlength=5)[:4].double(), 10000 * chain[:4]
+    assert int(counts.sum()) == 10000
     assert float(((counts - expected) ** 2 / expected).sum()) < 21.1
     with refused(SettingError, "mask_token_id"):
         generate(no_mask(model), torch.ones(1, 1).long(), algorithm="uniform", p_uniform=0.4)

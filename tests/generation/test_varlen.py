@@ -207,6 +207,7 @@ def test_keys_and_values_are_cached_where_their_rows_have_them() -> None:
 
 @pytest.mark.parametrize("execution", ["eager", "compiled"])
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.fast("*-eager")
 def test_a_packed_row_equals_the_row_alone(
     model: Any,
     cache: str,
@@ -270,6 +271,7 @@ def test_windows_and_guidance(
 
 @pytest.mark.parametrize("execution", ["eager", "compiled"])
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.fast("*-compiled")
 def test_packed_rows_enter_and_leave(
     model: Any,
     cache: str,
@@ -344,6 +346,7 @@ def test_packed_block_causal_rows(
 
 @pytest.mark.parametrize("name", ["wedlm", "linear_spec", "idlm"])
 @pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.fast("none-linear_spec", "block-idlm", "block-wedlm")
 def test_packed_causal_rows(
     name: str, cache: str, packed_calls: list[graphs.BodyInputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,11 +119,13 @@ def layout_of(name: str) -> str:
 
 
 def imports(every: bool = False) -> list[tuple[str, str]]:
-    """(model, layout) of imports that megatron-core loads. `every`: of the remaining families."""
-    if every:
-        return [(name, layout_of(name)) for name in families() if name not in SAVED]
+    """(model, layout) of imports that megatron-core loads. `every`: the rest."""
     of_llada = [(name, layout) for layout in ("tp2", "pp2", "pp2_vp2") for name in LLADA]
-    return [*of_llada, *((name, layout_of(name)) for name in SAVED)]
+    first = [("odd_vocabulary", "tp2"), ("tied", "pp2"), ("gqa", "pp2_vp2")]
+    if every:
+        others = [(name, layout_of(name)) for name in families() if name not in SAVED]
+        return [*(case for case in of_llada if case not in first), *others]
+    return [*first, *((name, layout_of(name)) for name in SAVED)]
 
 
 # All storage forms of experts, leading dense layers, shared experts, router biases, and all kinds of masks.
@@ -138,18 +140,48 @@ SAVED = (*EXPERTS, "sdar", "qwen2", "deepseek_v3", "gpt_oss")
 
 def saved(every: bool = False) -> list[tuple[str, str]]:
     """(model, layout) of checkpoints that megatron-core saves and `export` reads: padded at tp 2, tied over two stages
-    at pp 2. `every`: of the remaining families."""
+    at pp 2. `every`: the rest."""
     if every:
-        return [(name, layout_of(name)) for name in families() if name not in SAVED]
-    of_llada = [("gqa", "tp2"), ("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "tp2"), ("tied", "pp2")]
-    return [*of_llada, *((name, layout_of(name)) for name in SAVED), *((name, "tp2_ep2") for name in EXPERTS)]
+        others = [(name, layout_of(name)) for name in families() if name not in SAVED]
+        return [("gqa", "tp2"), ("tied", "tp2"), *((name, "tp2_ep2") for name in EXPERTS[:-1]), *others]
+    of_llada = [("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "pp2")]
+    return [*of_llada, *((name, layout_of(name)) for name in SAVED), (EXPERTS[-1], "tp2_ep2")]
 
 
 Checks = dict[str, tuple[str, dict[str, Any]]]
 
 
 def plan() -> Checks:
-    """All checks of the two processes in order: name -> function in `checks` and its arguments."""
+    """The checks of two processes in order: name -> function in `checks` and its arguments. Each claim with one model
+    that shows it; `other_plan` repeats them with others."""
+    return {name: check for name, check in _every_check().items() if _is_first(name)} | _disk_checks()
+
+
+def other_plan() -> Checks:
+    """The checks that `plan` leaves out."""
+    checks = {name: check for name, check in _every_check().items() if not _is_first(name)}
+    return checks | saves(every=True) | _refreshes(every=True) | loads(every=True)
+
+
+# Every layout with one dense model and one with experts; the other kinds of parameters in the layout that cuts them.
+FIRST = (
+    *(f"gqa-{layout}" for layout in ("tp2", "pp2", "pp2_uneven", "pp2_string", "pp2_vp2", "dp2", "tp2-sp")),
+    *(f"{EXPERTS[1]}-{layout}" for layout in ("tp2", "ep2", "etp2", "tp2_ep2", "ep2-alltoall")),
+    *("odd_vocabulary-tp2", "tied-pp2", "sdar-tp2-sp", "qwen2-tp2-sp", "deepseek_v3-tp2", "phi3-tp2", "smollm3-pp2"),
+    *("gpt_oss-tp2_ep2", "gpt_oss-ep2", "mixtral-ep2", f"{PREDICTING}-ep2", "sdar-pp2"),
+)
+
+
+def _is_first(name: str) -> bool:
+    what, _, case = name.partition("[")
+    if what in ("logits", "stream", "refresh"):
+        return case[:-1] in FIRST
+    if what == "gradients":
+        return case[:-1] in FIRST and not case.startswith(("gpt_oss-ep2", "mixtral", f"{EXPERTS[1]}-tp2]"))
+    return True
+
+
+def _every_check() -> Checks:
     checks: Checks = {
         "platform": ("platform_is_reversible", {}),
         "one_process": ("one_process_without_torchrun", {}),
@@ -179,7 +211,7 @@ def plan() -> Checks:
     for layout in ("tp2", "pp2", "pp2_vp2"):
         checks[f"gradients[gqa-{layout}]"] = ("gradients_match", {"model": "gqa", "layout": layout})
         checks[f"bidirectional[{layout}]"] = ("last_token_moves_first_logit", {"layout": layout})
-    return checks | _family_checks() | _disk_checks()
+    return checks | _family_checks()
 
 
 def _family_checks() -> Checks:
@@ -244,13 +276,22 @@ def loads(every: bool = False) -> Checks:
     }
 
 
+def _refreshes(every: bool = False) -> Checks:
+    return {
+        f"refresh[{model}-{layout}]": ("changed_weights_refresh_the_hub_model", {"model": model, "layout": layout})
+        for model, layout in saved(every)
+        if model in LLADA
+    }
+
+
 def _disk_checks() -> Checks:
-    checks = saves()
-    for model, layout in saved():
-        if model in LLADA:
-            case = {"model": model, "layout": layout}
-            checks[f"refresh[{model}-{layout}]"] = ("changed_weights_refresh_the_hub_model", case)
-    return checks | loads()
+    return saves() | _refreshes() | loads()
+
+
+def referenced(checks: Checks) -> set[str]:
+    """Models whose logits and gradients the checks are compared with."""
+    named = {case["model"] for _, case in checks.values() if "model" in case}
+    return {name for name in named if name not in REFUSED}
 
 
 class Files:

@@ -9,7 +9,7 @@ import torch
 
 from dlm_bridge import Bridge
 from tests.checkpoints import write_hub_folder
-from tests.interop.cases import IMPORTED, REFUSED, SEED, Files, Model, imports, models
+from tests.interop.cases import IMPORTED, SEED, Files, Model, imports, models, other_plan, plan, referenced
 from tests.processes import launch
 
 
@@ -21,8 +21,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     files = Files(tmp_path_factory.mktemp("interop"))
     for name, model in models().items():
         model.write(files.hub(name))
-        if name not in REFUSED:
-            _write_reference(files, name, model)
+    _write_references(files, referenced(plan()))
     _import(files, imports())
     _write_half_precision(files)
     return files
@@ -42,6 +41,12 @@ def _write_half_precision(files: Files) -> None:
     write_hub_folder(files.hub("mixed"), model.config, {**tensors, **norms})
     model = models()["llada2_moe"]  # its router is fp32 in every checkpoint
     write_hub_folder(files.hub("router"), model.config, model.build(model.config, SEED, torch.bfloat16))
+
+
+def _write_references(files: Files, names: set[str]) -> None:
+    for name in sorted(names):
+        if not files.reference(name).exists():
+            _write_reference(files, name, models()[name])
 
 
 def _write_reference(files: Files, name: str, model: Model) -> None:
@@ -66,6 +71,7 @@ def report(files: Files) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def other_report(files: Files) -> dict[str, list[str]]:
-    """Results for the remaining families."""
+    """Results of the checks that are left to `make test-slow`."""
+    _write_references(files, referenced(other_plan()))
     _import(files, imports(every=True))
     return launch("tests.interop.families_worker", files.root)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from dlm_bridge import Bridge
-from tests.interop.cases import Files, loads, models, plan, saved
+from tests.interop.cases import Files, models, other_plan, plan, saved
 from tests.processes import OK, assert_ok
 
 pytestmark = pytest.mark.skipif(
@@ -41,14 +41,14 @@ def test_what_megatron_core_saved_is_exported_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(loads(every=True)))
-def test_megatron_core_loads_other_families(name: str, other_report: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("name", list(other_plan()))
+def test_other_checks(name: str, other_report: dict[str, list[str]]) -> None:
     assert_ok(name, other_report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), saved(every=True))
-def test_what_megatron_core_saved_of_other_families_is_exported_bit_for_bit(
+def test_what_megatron_core_saved_of_others_is_exported_bit_for_bit(
     model: str, layout: str, tmp_path: Path, files: Files, other_report: dict[str, list[str]]
 ) -> None:
     assert other_report[f"save[{model}-{layout}]"] == [OK, OK]

@@ -72,6 +72,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
 
 
 @pytest.mark.parametrize(("shape", "dtype", "masked", "splits"), CASES, ids=str)
+@pytest.mark.fast("(3, *True-3", "(1, 1, 7*float32-True-3", "(1, 2, 1, 32*float32-True-3", "(5, *float32-False-None")
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
     arguments, expected = case(shape, dtype, masked)
     key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "key_cache", "value_cache"))
@@ -88,6 +89,7 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: boo
 @pytest.mark.parametrize(
     ("shape", "block"), [((3, 2, 4, 8, 16, 56, 64, 192), 4), ((2, 1, 2, 48, 32, 81, 129, 192), 16)]
 )
+@pytest.mark.fast("shape0-*")
 def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: int, masked: bool, splits: int) -> None:
     """One launch for two or three blocks returns and caches the same as one launch per block."""
     arguments, _ = case(shape, torch.float32, masked)
@@ -121,6 +123,7 @@ def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.fast("2")
 def test_columns_of_each_row(splits: int) -> None:
     """Padding before and behind a row's new columns goes to the last one of the buffers; repeated ones count once."""
     generator = torch.Generator().manual_seed(0)

@@ -80,6 +80,7 @@ def test_gated_activation(rows: int, size: int, dtype: torch.dtype) -> None:
     ("batch", "width", "queries", "keys", "size", "rotated"),
     [(1, 2, 9, 3, 64, 64), (1, 3, 2, 1, 48, 48), (3, 1, 2, 2, 40, 24)],
 )
+@pytest.mark.fast("*float32", "3-*bfloat16")
 def test_rotary_embedding(
     batch: int, width: int, queries: int, keys: int, size: int, rotated: int, normed: bool, dtype: torch.dtype
 ) -> None:

@@ -83,6 +83,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.fast("llada2_moe", "llada")
 def test_the_same_hidden_states(name: str, tmp_path: Path) -> None:
     model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
     model.to(DEVICE, torch.bfloat16)
@@ -141,6 +142,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
         ("compiled", "none", True),
     ],
 )
+@pytest.mark.fast("compiled-*")
 def test_graphs_run_fused_layers(
     execution: str, cache: str, packed: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

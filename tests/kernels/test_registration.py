@@ -65,6 +65,7 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_without_the_folder(folder: Path, tmp_path: Path, expected: list[Any]) -> None:
     assert issubclass(find_kernels("layers", DEVICE).Layers, graphs.DecoderLayers)
     copy_without(tmp_path, "kernels")

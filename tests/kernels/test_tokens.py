@@ -21,6 +21,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [7, 8192, 20001])
+@pytest.mark.fast("*float32", "7-*")
 def test_reductions(vocabulary: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (5 * torch.randn(3, 5, vocabulary, generator=generator)).to(DEVICE, dtype)[:, 1:]  # a view
@@ -43,6 +44,7 @@ def test_reductions(vocabulary: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [7, 8192, 20001])
+@pytest.mark.fast("*float32", "7-*")
 def test_draws(vocabulary: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (3 * torch.randn(4, 6, vocabulary, generator=generator)).to(DEVICE, dtype)[:, 1:]  # a view

@@ -159,6 +159,7 @@ def test_routers_keep_the_stored_dtype_in_half_precision(
 
 
 @pytest.mark.parametrize(("asked", "others"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.fast("bf16-*")
 def test_casting_leaves_routers_alone(tmp_path: Path, asked: str, others: torch.dtype) -> None:
     source = LLADA2.write(tmp_path / "hub")
     Bridge.from_hf(source).to_megatron(tmp_path / "megatron", dtype=asked)

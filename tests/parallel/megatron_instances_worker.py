@@ -35,13 +35,14 @@ def changes(
 
 QUICK = changes(
     "quick",
-    [("masked", "cp2", "tp2-sp"), ("block-moe", "ep2", "dp2")],
+    [("block-moe", "ep2", "dp2")],
     {},
-    {("masked", "cp2"): ONE, ("block-moe", "ep2"): FOUR},
+    {("block-moe", "ep2"): FOUR},
 )
 SLOW = changes(
     "slow",
     [
+        ("masked", "cp2", "tp2-sp"),
         ("masked", "dp2", "pp2"),
         ("masked", "tp2-sp", "pp2"),
         ("masked", "pp2", "cp2"),
@@ -57,7 +58,7 @@ SLOW = changes(
         ("masked-tied", "dp2"): {"async_save": True},
         ("masked-tied", "cp2"): ONE,
     },
-    {("masked-tied", "cp2"): TWO},
+    {("masked", "cp2"): ONE, ("masked-tied", "cp2"): TWO},
 )
 AVERAGED = LayoutChanges(
     "averaged",

@@ -26,16 +26,16 @@ PREDICTED = {"subject": "predicting", "from_scratch": False, "steps": 4, "adam_e
 LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 SINKS = {"subject": "sinks", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 IMPORTED = Cell("masked", False, "one")
-RECOMPUTED: tuple[tuple[Cell, str, str, dict[str, Any]], ...] = (
+Recomputed = tuple[tuple[Cell, str, str, dict[str, Any]], ...]
+RECOMPUTED: Recomputed = (
     (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
-    (Cell("latent", True, "pp2"), "layers", "full", {}),
     (Cell("predicting", True, "pp2"), "layers", "full", {}),
     (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
 )
 # Two micro-batches at a time: shared experts and a dense layer, packed rows; and interleaved stages.
 OVERLAPPED: dict[int, tuple[tuple[Cell, dict[str, Any]], ...]] = {
     1: (),
-    2: ((Cell("block-moe", False, "ep2"), {}), (Cell("balanced-moe", True, "ep2"), {})),
+    2: ((Cell("balanced-moe", True, "ep2"), {}),),
     4: ((Cell("masked-moe", False, "ep2-pp2"), {"vp": 2}),),
 }
 
@@ -53,11 +53,6 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
     return found | {
         "terminated, then tp2-sp-pp2": ("resumes_as_if_nothing_had_been", (), stopped),
-        "experts, ep2 then ep2-pp2": (
-            "resumes_as_if_nothing_had_been",
-            ("experts-cut", "experts"),
-            {**EXPERTS, "layout": "ep2-pp2"},
-        ),
         "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
     }
 
@@ -84,15 +79,8 @@ def _alone() -> Plan:
         "whole": ("trains", ("whole",), {}),
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
         "experts": ("trains", ("experts",), EXPERTS),
-        "latent attention": ("trains", ("latent",), LATENT),
-        "sinks": ("trains", ("sinks",), SINKS),
         "prediction": ("trains", ("predicted",), PREDICTED),
         "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
-        "experts stop, unsharded": (
-            "trains",
-            ("experts-plain",),
-            {**EXPERTS, "steps": 3, "distributed_optimizer": False},
-        ),
         "samples at one": ("samples_as_one_process", ("one",), {}),
         "blocks": ("trains", ("blocks",), {"subject": "block", **blocks}),
         "validation noise": ("evaluates_with_the_same_noise", (), {}),
@@ -116,7 +104,6 @@ def _two(files: Files) -> Plan:
     resumed = "resumes_as_if_nothing_had_been"
     crashed = {"name": "crashed", "step": 8, "layout": "dp2"}
     terminated = {"name": "terminated", "step": 5, "layout": "pp2-vp2", "save_steps": "3", "keep_last": 2}
-    plain = {**EXPERTS, "distributed_optimizer": False}
     predicting = {
         "subject": "causal-moe",
         "model": str(files.predicting),
@@ -140,27 +127,65 @@ def _two(files: Files) -> Plan:
                 {"distributed_optimizer": sharded},
             )
             for cell, sharded in (
-                (Cell("masked", False, "dp2"), True),
-                (Cell("masked-tied", False, "pp2"), True),
                 (Cell("masked", False, "tp2-sp"), False),
                 (Cell("block-moe", False, "ep2"), True),
             )
         },
-        **{f"samples at {layout}": ("samples_as_one_process", (layout,), {}) for layout in ("tp2-sp", "pp2-vp2")},
+        "samples at pp2-vp2": ("samples_as_one_process", ("pp2-vp2",), {}),
         "killed at tp2-sp, then pp2": (resumed, ("killed",), {"layout": "pp2"}),
-        **{
-            f"{cell} computed again: {modules}": ("equals_one_process", (cell,), {"recompute": how, **options})
-            for cell, modules, how, options in RECOMPUTED
-        },
+        **_recomputed(RECOMPUTED),
         "prediction stops": ("trains", ("predicted-cut",), {**PREDICTED, "layout": "ep2", "steps": 2}),
         "prediction, ep2 then pp2": (resumed, ("predicted-cut", "predicted"), {**PREDICTED, "layout": "pp2"}),
+        "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
+        "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
+        "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
+        "experts, alone then apart": (
+            "resumes_a_copy",
+            ("apart", "experts-alone", "experts"),
+            {**EXPERTS, "layout": "ep2"},
+        ),
+    }
+
+
+def _recomputed(cases: Recomputed) -> Plan:
+    return {
+        f"{cell} computed again: {modules}": ("equals_one_process", (cell,), {"recompute": how, **options})
+        for cell, modules, how, options in cases
+    }
+
+
+def more_runs(processes: int) -> Plan:
+    """Checks that repeat with other models and layouts what `plan` has shown, after the quick plan's `layouts` are
+    done with one process."""
+    resumed = "resumes_as_if_nothing_had_been"
+    plain = {**EXPERTS, "distributed_optimizer": False}
+    if processes == 1:
+        return {
+            "experts": ("trains", ("experts",), EXPERTS),
+            "latent attention": ("trains", ("latent",), LATENT),
+            "sinks": ("trains", ("sinks",), SINKS),
+            "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
+            "experts stop, unsharded": ("trains", ("experts-plain",), {**plain, "steps": 3}),
+            "samples at one": ("samples_as_one_process", ("one",), {}),
+        }
+    if processes == 4:
+        options = {**EXPERTS, "layout": "ep2-pp2"}
+        return {"experts, ep2 then ep2-pp2": (resumed, ("experts-cut", "experts"), options)}
+    return {
+        f"masters {cell}": ("masters_are_as_stored", (cell,), {"distributed_optimizer": True})
+        for cell in (Cell("masked", False, "dp2"), Cell("masked-tied", False, "pp2"))
+    } | {
+        "samples at tp2-sp": ("samples_as_one_process", ("tp2-sp",), {}),
+        **_recomputed(((Cell("latent", True, "pp2"), "layers", "full", {}),)),
+        "block-moe[ep2], two micro-batches at a time": (
+            "overlaps_expert_communication",
+            (Cell("block-moe", False, "ep2"),),
+            {},
+        ),
         "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
         "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
         "sinks stop": ("trains", ("sinks-cut",), {**SINKS, "layout": "tp2-sp", "steps": 2}),
         "sinks, tp2-sp then ep2": (resumed, ("sinks-cut", "sinks"), {**SINKS, "layout": "ep2"}),
-        "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
-        "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
-        "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
         "experts stop, unsharded": (
             "trains",
             ("experts-plain-cut",),
@@ -180,7 +205,6 @@ def _two(files: Files) -> Plan:
             )
             for of, name, to, options in (
                 ("cut", "joined", "pp2", EXPERTS),
-                ("alone", "apart", "ep2", EXPERTS),
                 ("alone", "whole-each", "tp2-etp1-sp", EXPERTS),
                 ("plain", "plain-apart", "ep2", plain),
                 ("plain-cut", "plain-joined", "dp2", plain),

@@ -40,6 +40,7 @@ pytest.importorskip("megatron.core")
 
 
 @pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.fast("True")
 def test_norms_in_half_precision_are_of_fp32_parameters(tmp_path: Path, bf16_run: Run, inside: bool) -> None:
     """Main params that megatron-core has, or that it leaves to the optimizer inside its own."""
     megatron = ["optimizer.use_precision_aware_optimizer=true"] if inside else []
@@ -60,6 +61,7 @@ def test_dreamons_objective_is_the_families_default(tmp_path: Path, run: Run, bf
         assert [row[key] for row in theirs] == pytest.approx([row[key] for row in ours], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_longer_run_says_that_its_learning_rate_jumps(tmp_path: Path, on_megatron: Run) -> None:
     check_jump(on_megatron, tmp_path)
 
@@ -103,6 +105,7 @@ def test_a_resumed_run_samples_after_its_checkpoint_was_removed(
 
 
 @pytest.mark.parametrize("declared", [None, 5])
+@pytest.mark.fast("5")
 def test_checkpoints_end_where_training_ended_answers(
     tmp_path: Path, on_megatron: Run, answers: dict[str, Any], declared: int | None
 ) -> None:
@@ -152,6 +155,7 @@ def test_a_background_save_that_fails_is_not_called_done(
 
 
 @pytest.mark.parametrize("room", [0, 60_000])
+@pytest.mark.fast("60000")
 def test_a_disk_without_room(room: int, small_disk: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     check_disk_without_room(on_megatron, "iter_0000002", room, small_disk, monkeypatch)
 

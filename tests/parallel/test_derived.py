@@ -24,6 +24,7 @@ SHOWN = ("deepseek_v3_bidirectional", "glm4_moe_block_causal")
     "form",
     [pytest.param(form, id=form.name, marks=[pytest.mark.slow] * (form.name not in SHOWN)) for form in FORMS],
 )
+@pytest.mark.fast("glm4_moe_block_causal")
 def test_both_engines_train_alike(
     form: FamilySpec, tmp_path: Path, run: Run, on_megatron: Run, tokenizer: Any
 ) -> None:

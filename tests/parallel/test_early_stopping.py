@@ -12,6 +12,7 @@ from tests.train.test_early_stopping import check_early_stopping
 
 
 @pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.fast("True")
 def test_a_run_ends_early_and_its_best_iteration_is_exported(
     on_megatron: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:

@@ -70,6 +70,7 @@ class Key:
 @pytest.mark.parametrize(
     "name", ["gqa", "llada2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada_moe", PREDICTING))]
 )
+@pytest.mark.fast("llada2_moe")
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     from dlm_bridge.parallel.train import checkpoints
     from dlm_bridge.parallel.train.checkpoints import read_mtp_shard
@@ -220,6 +221,7 @@ def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa", "llada_moe"])
+@pytest.mark.fast("gqa")
 def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # or it would wait for half an hour
 
 
 @pytest.mark.parametrize("killed", ["a writer", "a writer in the background", "the background"])
+@pytest.mark.fast("a writer in the background")
 def test_one_line_names_the_signal(
     killed: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_newest_is_resumed_exactly(copy: Path, whole: Path, train: Train) ->
 
 
 @pytest.mark.parametrize("name", ["state.pt", FILE_DIGESTS])
+@pytest.mark.fast("state.pt")
 def test_a_damaged_one_is_skipped(name: str, copy: Path, whole: Path, train: Train) -> None:
     (file,) = (copy / "local").rglob(name)
     flip(file)
@@ -143,6 +144,7 @@ def test_other_optimizers(options: dict[str, Any], train: Train, tmp_path: Path)
     assert "resuming from the local checkpoint of step 3" in said
 
 
+@pytest.mark.slow
 def test_a_missing_one(copy: Path, whole: Path, train: Train) -> None:
     shutil.rmtree(copy / "local")
     said = goes_on(train, copy, whole)
@@ -158,6 +160,7 @@ def test_a_newer_checkpoint_wins(copy: Path, whole: Path, train: Train) -> None:
     assert "resuming from the checkpoint of step 4" in said
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint(whole: Path, train: Train, tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext")
     local = {"local_folder": str(tmp_path / "local"), "local_interval": 1}
@@ -195,6 +198,7 @@ def test_other_settings_and_other_runs(copy: Path, whole: Path, train: Train) ->
     assert "local checkpoint of step 3" in goes_on(train, copy, whole)
 
 
+@pytest.mark.slow
 def test_a_shorter_run_goes_on_from_before_its_end(copy: Path, train: Train) -> None:
     local = {"local_folder": str(copy / "local"), "lr_schedule": "constant"}
     said = train(copy / "run", resume=True, steps=3, **local)

@@ -96,6 +96,7 @@ def options(files: Files) -> dict[str, Any]:
         pytest.param("causal-moe", ["k_proj", EXPERTS], False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fast("block-moe-*", "masked-targets1-*")
 def test_both_engines_train_an_adapter_alike(
     subject: str,
     targets: list[str],
@@ -148,6 +149,7 @@ def test_both_engines_train_an_adapter_alike(
 
 
 @pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.fast("True")
 def test_a_new_adapter_changes_nothing_yet(
     dora: bool, tmp_path: Path, on_megatron: Run, files: Files, options: dict[str, Any]
 ) -> None:
@@ -192,6 +194,7 @@ def test_magnitudes_of_a_model_in_half_precision_are_fp32(
     assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_base_of_the_same_shape_is_refused(
     tmp_path: Path, run: Run, on_megatron: Run, files: Files, options: dict[str, Any]
 ) -> None:

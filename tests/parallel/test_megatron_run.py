@@ -51,6 +51,7 @@ def _alone() -> Iterator[None]:
         for packing in (False, True)
     ],
 )
+@pytest.mark.fast("sinks-*", "sdar-*", "latent-*")
 def test_sft_has_the_losses_of_the_accelerate_engine(
     name: str, packing: bool, tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_resume_with_fsdp_of_a_run_without_is_refused_before_anything_is_built
         pytest.param("fp16", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fast("bf16-True")
 def test_a_resume_reads_weights_once(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch, precision: str, distributed: bool
 ) -> None:

@@ -20,6 +20,7 @@ FAMILIES = ("gqa", "odd_vocabulary", "llada_moe", "deepseek_v3", "gpt_oss")
 
 @pytest.mark.parametrize("format_", ["huggingface", "torch_dist"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.fast("llada_moe-*", "gqa-*")
 def test_ranges_are_those_of_the_shard(
     name: str, format_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

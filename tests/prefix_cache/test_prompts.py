@@ -101,6 +101,7 @@ def test_the_least_recently_used_ends_of_texts_are_evicted() -> None:
         for overlaps in (False, True)
     ],
 )
+@pytest.mark.fast("nemotron-*")
 def test_texts_are_those_without_a_cache(
     name: str, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

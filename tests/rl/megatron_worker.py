@@ -89,11 +89,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # By part, of which each is a run of its own, and by the number of processes: the subjects of each layout.
 PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
-    "quick": {2: dict.fromkeys(("tp2", "pp2"), ("one-step", "value step"))},
+    "quick": {2: {"tp2": ("one-step",), "pp2": ("value step",)}},
     "diffusion": {
         2: {
             "tp2": ("diffu-grpo", "tracerl", "vrpo", "blocks"),
-            "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
+            "pp2": ("block-grpo", "traced blocks", "vrpo", "experts", "one-step"),
             "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
             "tp2-sp": ("diffu-grpo", "blocks", "experts"),
             "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
@@ -105,7 +105,7 @@ PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
     },
     "values": {
         2: {
-            "tp2": ("value-model", "valued blocks"),
+            "tp2": ("value-model", "valued blocks", "value step"),
             "pp2": ("value-model", "value step"),
             "dp2": ("value-model",),
             "tp2-sp": ("value-model", "valued experts"),

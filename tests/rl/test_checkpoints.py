@@ -36,6 +36,7 @@ def names(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
+@pytest.mark.fast("diffu-grpo")
 def test_damage_is_found_and_a_run_goes_on_from_before(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
     output = tmp_path / "run"
     run(output, **options)
@@ -54,6 +55,7 @@ def test_damage_is_found_and_a_run_goes_on_from_before(run: Run, options: dict[s
     assert not check_files(output / "checkpoints" / LAST)
 
 
+@pytest.mark.fast("diffu-grpo")
 def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "run"
     run(output, **{**options, "steps": 2})
@@ -72,6 +74,7 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
     assert names(output) == [FIRST, LAST]
 
 
+@pytest.mark.fast("grpo")
 def test_a_run_does_not_go_on_with_another_model(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
     output, other = tmp_path / "run", tmp_path / "other"
     run(output, **{**options, "steps": 1})

@@ -281,6 +281,7 @@ def test_d1_s_mean_over_tokens(run: Run, tmp_path: Path, policy_folder: Path) ->
         pytest.param({"method": "block-grpo", "trace_steps": 2}, id="block"),
     ],
 )
+@pytest.mark.fast("diffu")
 def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dict[str, Any]) -> None:
     settings = {"steps": 25, "beta": 0.0, "eval_data": [str(problems)], "eval_interval": 25, **changes}
     rows = run(tmp_path, **settings)

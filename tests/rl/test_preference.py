@@ -69,7 +69,7 @@ def samples(model: Any, seed: int, count: int) -> torch.Tensor:
 
 
 def test_bounds_are_unbiased_and_shared_noise_has_less_variance(policy: Any) -> None:
-    count = 4000
+    count = 1500
     reference = copy.deepcopy(policy)
     with torch.no_grad():
         for number, weight in enumerate(policy.parameters()):

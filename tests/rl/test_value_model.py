@@ -192,6 +192,7 @@ def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path) -> None:
     assert all(row["value_loss"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
     """Policy, value model and both optimizers, to the last bit; the model in the checkpoint is the policy alone, and
     the value model's file is checked as the others are."""

@@ -242,6 +242,7 @@ def test_defaults_of_the_server_are_those_of_requests_that_do_not_say(diffusion:
 @pytest.mark.parametrize(
     ("context", "limit", "stored"), [(128, None, {}), (256, 100, {}), (130, None, {"gen_length": 300})]
 )
+@pytest.mark.fast("130-*", "256-*")
 def test_defaults_are_shortened_to_the_room(
     llada: Path, tmp_path: Path, context: int, limit: int | None, stored: dict[str, int]
 ) -> None:
@@ -263,6 +264,7 @@ def test_defaults_are_shortened_to_the_room(
 
 
 @pytest.mark.parametrize("length", [1, 100, 131])
+@pytest.mark.fast("131")
 def test_a_length_need_not_be_whole_default_blocks(server: Running, length: int) -> None:
     extra = {"eos_token_id": None}
     answer = server.client().completions.create(model="", prompt=PROMPT, max_tokens=length, extra_body=extra)

@@ -125,6 +125,7 @@ UNSERVED = ("llada_moe", "dream", "fast_dllm_v2", "wedlm", "nemotron_labs_diffus
 @pytest.mark.parametrize(
     "case", some_slow((case for case in DIFFUSION if case.id in UNSERVED), "fast_dllm_v2", "nemotron_labs_diffusion")
 )
+@pytest.mark.fast("dream", "wedlm")
 def test_families_that_no_engine_serves(case: FamilyCase, tmp_path: Path) -> None:
     model, mask = load_case(case, tmp_path)
     served, told = ServedModel(LoadedModel(model, None, case.spec.name, True), "tiny", {}, 100), Told()

@@ -36,6 +36,7 @@ INPUTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "prompt"), INPUTS)
+@pytest.mark.fast("given0*", "given3*")
 def test_a_response_is_what_generate_writes(server: Running, given: dict[str, Any], prompt: str) -> None:
     answer = server.client().responses.create(model="any", max_output_tokens=16, **given)
     assert answer.output_text == server.alone(prompt, gen_length=16)

@@ -95,6 +95,7 @@ def text_of(answer: httpx.Response) -> str:
         ({"structured_outputs": {"choice": ["yes", "no", "yes and no"]}}, "yes|no|yes and no"),
     ],
 )
+@pytest.mark.fast("fields0*")
 def test_a_text_matches_where_max_tokens_cut_it(server: Running, fields: Any, pattern: str) -> None:
     for seed, tokens in enumerate((10, 17)):
         given = {"prompt": "the", "temperature": 1.0, "seed": seed, "max_tokens": tokens, **fields}

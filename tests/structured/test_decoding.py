@@ -22,7 +22,7 @@ from dlm_bridge.structured.lattice import Graph, Lattice
 from tests.canvas_models import canvas_model, has_class
 from tests.generation.scripted import Scripted
 from tests.generation.standin import VOCABULARY, StandIn, family, ragged
-from tests.generation.test_samplers import CASES
+from tests.generation.test_samplers import CASES, FAST
 from tests.refusals import refused
 from tests.structured.automata import accepts, automaton, canvases, constraint
 
@@ -173,6 +173,7 @@ def check_valid(case: str, length: int, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(CANNOT)])
+@pytest.mark.fast(*FAST)
 def test_every_text_is_valid_even_without_room(case: str) -> None:
     shortest = lists().automaton.shortest
     assert shortest == 3
@@ -190,6 +191,7 @@ def test_every_long_text_is_valid(case: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(CANNOT)])
+@pytest.mark.fast(*(f"{name}-1.0" for name in FAST), "sdar-0.0")
 def test_a_constraint_that_is_never_violated_changes_no_token(case: str, temperature: float) -> None:
     length = CASES[case][2].get("gen_length", 8 if CASES[case][2].get("block_length") == 4 else 6)
     free = run(case, temperature=temperature, gen_length=length)

@@ -44,6 +44,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fast("1", "3")
 def test_feasible_classes(seed: int) -> None:
     one = lattice(seed)
     assert torch.equal(kernels.feasible(one), one.feasible())
@@ -52,6 +53,7 @@ def test_feasible_classes(seed: int) -> None:
 
 @pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fast("1", "3")
 def test_paths(seed: int) -> None:
     one = lattice(seed)
     one = replace(one, open=one.open.masked_fill(one.open == -torch.inf, 0.0))  # every row has a text

@@ -49,6 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.fast("False")
 def test_a_model_computes_what_it_computed_without(
     causal: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_run_anneals_whatever_its_cut(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("case", some_slow((sdar.CASES[0], wedlm.CASES[0], a2d.CASES[0]), "wedlm"))
+@pytest.mark.fast("sdar")
 def test_a_run_grows_its_blocks(case: FamilyCase, tmp_path: Path, run: Run) -> None:
     options = {**_options(case, tmp_path / "model"), "block_schedule": "0:2,3:7"}
     if case.spec.objective == "masked":

@@ -57,6 +57,7 @@ def test_the_loss_is_transformers_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+@pytest.mark.fast("qwen3", "qwen3-moe", "gemma3", "gpt-oss", "deepseek-v3", "phi3")
 def test_every_family_trains(case: Case, tmp_path: Path, run: Run) -> None:
     folder = case.write(tmp_path / "model")
     (row,) = run(tmp_path / "run", **{**SHORT, "eval_interval": 0}, model=str(folder), steps=1)

@@ -42,6 +42,7 @@ def _weights(output: Path, step: int) -> dict[str, torch.Tensor]:
     "objective",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("masked", "block", "nemotron"))) for name in CASES],
 )
+@pytest.mark.fast("block")
 def test_accumulation_and_resume_change_nothing(objective: str, tmp_path: Path, run: Run) -> None:
     options = {**_options(CASES[objective], tmp_path / "model"), "save_interval": 2, "lr": 1e-3}
     whole = run(tmp_path / "whole", steps=4, **options)

@@ -34,6 +34,7 @@ def _folder(config: dict[str, Any], folder: Path) -> str:
     [(diffullama.CASE, LlamaForCausalLM, "shifted_floor"), (difflm.CASES[0], DiffLM, "masked_fraction")],
     ids=["diffullama", "difflm"],
 )
+@pytest.mark.fast("difflm")
 def test_a_run_of_a_named_family(case: Any, model_class: type, objective: str, tmp_path: Path, run: Run) -> None:
     options = {**SHORT, "model": _folder(case.config, tmp_path / "model"), "family": case.name, "save_interval": 1}
     whole = run(tmp_path / "whole", steps=2, **options)

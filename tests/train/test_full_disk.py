@@ -62,6 +62,7 @@ def check_goes_on(output: Path, newest: str, rows: list[dict[str, Any]], run: Ru
 
 
 @pytest.mark.parametrize("size", [8_000, 60_000])
+@pytest.mark.fast("8000")
 def test_accelerate(size: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, or the optimizer's state."""
     from dlm_bridge.train.accelerate.trainer import AccelerateTrainer

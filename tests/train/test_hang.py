@@ -55,6 +55,7 @@ def test_a_hang_leaves_stacks_and_the_last_collective_operations(tmp_path: Path)
     assert sorted(file.name for file in folder.iterdir()) == [f"{hang.FLIGHT_RECORDER}0", "stacks_0.txt"]
 
 
+@pytest.mark.slow
 def test_no_recorded_operations_no_file_of_them(tmp_path: Path) -> None:
     script = "import sys; from pathlib import Path; from dlm_bridge.train import hang; hang.dump(Path(sys.argv[1]), 3)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "hang")], check=True, timeout=120)

@@ -206,6 +206,7 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(
 
 
 @pytest.mark.parametrize(("bits", "dora"), [("4bit", False), ("8bit", False), ("4bit", True)])
+@pytest.mark.fast("4bit-True", "8bit-False")
 def test_a_quantized_base(
     bits: str, dora: bool, tmp_path: Path, tune: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

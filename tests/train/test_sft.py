@@ -149,6 +149,7 @@ def _packed_rows(chat: Any, chats: Path) -> int:
 
 
 @pytest.mark.parametrize("objective", FAMILY_CASES)
+@pytest.mark.fast("block", "nemotron")
 def test_every_objective_is_tuned_packed_cut_and_resumed(
     objective: str, tmp_path: Path, run: Run, options: dict[str, Any], chat: Any
 ) -> None:

@@ -32,17 +32,17 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Where the checks of one process and of two have run."""
-    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2))
+    """Where the checks of one process and of two have run, but for the repeated ones."""
+    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2), every=False)
 
 
 @pytest.fixture(scope="module")
-def root_of_four(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Where those of four processes have run as well, which read what the others wrote."""
-    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2, 4))
+def root_of_all(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Where all have run, those of four processes too, which read what the others wrote."""
+    return _run_checks(tmp_path_factory.mktemp("sharding"), tokenizer, (1, 2, 4), every=True)
 
 
-def _run_checks(root: Path, tokenizer: PreTrainedTokenizerFast, worlds: tuple[int, ...]) -> Path:
+def _run_checks(root: Path, tokenizer: PreTrainedTokenizerFast, worlds: tuple[int, ...], every: bool) -> Path:
     own = {"vocab_size": VOCAB, "mask_token_id": tokenizer.mask_token_id, "eos_token_id": 0, "pad_token_id": 0}
     for name, config in CONFIGS.items():
         (root / name).mkdir()
@@ -51,20 +51,23 @@ def _run_checks(root: Path, tokenizer: PreTrainedTokenizerFast, worlds: tuple[in
     write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
     weights = TrainConfig.from_flags(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
     model_source(weights).load().save_pretrained(root / "weights")
-    (root / "worlds.json").write_text(json.dumps(worlds))
+    (root / "worlds.json").write_text(json.dumps([worlds, every]))
     launch("tests.train.sharding_worker", root, processes=1)  # the reports say what failed
     return root
 
 
-@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, 2) for name in names(number)])
+@pytest.mark.parametrize(("processes", "name"), [(number, name) for number in (1, 2) for name in names(number, False)])
 def test_check(processes: int, name: str, root: Path) -> None:
     assert_ok(name, forked(root / f"reports-{processes}", processes), processes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names(4))
-def test_check_of_four_processes(name: str, root_of_four: Path) -> None:
-    assert_ok(name, forked(root_of_four / "reports-4", 4), 4)
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [*((number, name) for number in (1, 2) for name in names(number, True)), *((4, name) for name in names(4, False))],
+)
+def test_other_check(processes: int, name: str, root_of_all: Path) -> None:
+    assert_ok(name, forked(root_of_all / f"reports-{processes}", processes), processes)
 
 
 def _config(**changes: Any) -> TrainConfig:

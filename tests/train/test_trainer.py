@@ -15,7 +15,7 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 from tests.families import dream, fast_dllm_v2, illada, sdar, wedlm
-from tests.families.case import FamilyCase, all_cases
+from tests.families.case import FamilyCase, all_cases, few
 from tests.refusals import refused
 
 MASK = 99
@@ -61,6 +61,7 @@ def _train(model: Any, folder: Path, samples: list[dict[str, Any]], collator: An
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.fast("qwen3-block", "llama")
 def test_trainer_learns(body: str, tmp_path: Path) -> None:
     model = _load(BODIES[body], tmp_path)
     collator = DiffusionCollator.of(model)
@@ -70,6 +71,7 @@ def test_trainer_learns(body: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [*BODIES.values(), fast_dllm_v2.CASES[0]], ids=lambda case: case.id)
+@pytest.mark.fast("sdar", "illada")
 def test_accumulation_changes_nothing(case: FamilyCase, tmp_path: Path) -> None:
     """Trainer's count of labels is the objective's normaliser over the whole step."""
     runs = []
@@ -97,6 +99,7 @@ def test_trainers_evaluation_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.fast("False-2", "True-0")
 def test_evaluations_draw_the_same_noise_for_a_row(tmp_path: Path, workers: int, generator: bool) -> None:
     """Rows without an index, in the midst of training, which draws new noise for each visit; in any order."""
     if generator and workers:
@@ -142,6 +145,7 @@ def test_packed_samples_are_documents_of_their_own(case: FamilyCase, column: str
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.id)
+@pytest.mark.fast(*few())
 def test_a_collated_batch_costs_what_the_model_says_of_the_clean_one(case: FamilyCase, tmp_path: Path) -> None:
     """For every family: `model(**batch)` is `model(clean, labels, generator)`, with logits of all positions or few."""
     model = _load(case, tmp_path).requires_grad_(False)

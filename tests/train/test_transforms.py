@@ -202,6 +202,7 @@ def test_routers_and_frozen_weights_are_shared(tmp_path: Path) -> None:
     assert model.model.layers[0].self_attn.o_proj.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_plain_ones_under_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward graphs by AOTAutograd, and activation checkpointing around them."""
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)

@@ -94,6 +94,7 @@ def _losses(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.fast("qwen3-block", "llama")
 def test_sft_trainer_learns_and_never_masks_the_prompt(
     body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -234,6 +235,7 @@ def test_no_documented_call_drops_label_smoothing(
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.fast("qwen3-block")
 def test_a_model_that_trl_loads_by_its_path_is_refused_too(
     body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
