@@ -342,7 +342,9 @@ class SamplingEngine:
 
         def enter() -> None:
             if prefill is not None and self._waiting:
-                sharing = takewhile(lambda row: row.plan.key == plan.key, islice(self._waiting.values(), self.max_rows))
+                sharing = takewhile(
+                    lambda row: row.plan.key == plan.key, islice(self._waiting.values(), self.max_rows)
+                )
                 prefill.advance(row.request.prompt for row in sharing)
             # Shared columns may have to move to the left even if no request enters: the KV cache has an end.
             if not (self._waiting or canvas.shares_blocks) or not canvas.admits:
