@@ -66,7 +66,7 @@ def tasks(run: Path) -> int:
 
 
 def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
-    wait_for(lambda: steps(run) >= step, 180, lambda: cluster.log(job)[-5000:])
+    wait_for(lambda: steps(run) >= step, 300, lambda: f"{cluster.show(job)}\n{cluster.log(job)[-5000:]}")
 
 
 @pytest.mark.short
