@@ -85,7 +85,8 @@ def install() -> None:
 
     init_process_group = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *_, **__: init_process_group("gloo")
-    torch.cuda.set_device = torch.cuda.set_rng_state = torch.cuda.synchronize = lambda *_: None
+    for name in ("set_device", "set_rng_state", "synchronize"):
+        setattr(torch.cuda, name, lambda *_: None)  # a function each: torch.compile's rules are by function
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.nn.Module.cuda = lambda self, *_: self
