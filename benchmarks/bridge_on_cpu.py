@@ -11,6 +11,8 @@ import builtins
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
+import socket
 import sys
 import types
 from collections.abc import Sequence
@@ -83,6 +85,10 @@ def install() -> None:
     builtins.__import__, importlib.import_module = for_bridge, by_name
     sys.meta_path.append(Finder())
 
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     init_process_group = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *_, **__: init_process_group("gloo")
     for name in ("set_device", "set_rng_state", "synchronize"):
