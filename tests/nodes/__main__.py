@@ -6,6 +6,7 @@ The state file has the counts, the failures and the next seed, so that a run whi
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tests.faults.__main__ import count, read_state
 from tests.faults.chain import FaultError
-from tests.nodes.accidents import KINDS, SLURM_KINDS, Accidents
+from tests.nodes.accidents import DISK_FULL, KINDS, SLURM_KINDS, Accidents
 from tests.nodes.network import Network, unavailable
 from tests.nodes.slurm import no_slurm
 from tests.parallel.megatron_cases import Files
@@ -31,6 +32,9 @@ def main() -> None:
         print(f"no rounds of accidents: {reason}")
         return
     kinds = KINDS
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        print("no rounds with a full disk: no nvidia-resiliency-ext")
+        kinds = tuple(kind for kind in kinds if kind != DISK_FULL)
     if reason := no_slurm(munge=True):
         print(f"no rounds under Slurm: {reason}")
     else:

@@ -26,13 +26,14 @@ ENDED_S = RANK_TIMEOUT_S + 60  # after an accident, on a busy machine
 OUT_S = 20.0  # of a cable
 RUN_S = 300.0  # for a run without accidents, or a job of Slurm between two events
 TOLERANCE = 1e-5  # of figures many steps after sums in another order
+DISK_FULL = "disk of one node full"  # of local checkpoints, which need nvidia-resiliency-ext
 KINDS = (
     "node killed",
     "power lost",
     "cable out for 20 s",
     "cable out for good",
     "node stopped",
-    "disk of one node full",
+    DISK_FULL,
 )
 SLURM_KINDS = ("preempted with grace", "preempted without grace", "requeued", "node lost under Slurm")
 LOCAL = ("dp", "tp", "pp")  # layouts of the engine that has local checkpoints
@@ -51,7 +52,7 @@ class Accidents:
     def round(self, kind: str, seed: int) -> str:
         """One run with an accident, and its resume. Returns what happened. Raises FaultError."""
         draw = random.Random(seed)
-        layout = draw.choice(LOCAL if kind == "disk of one node full" else tuple(LAYOUTS))
+        layout = draw.choice(LOCAL if kind == DISK_FULL else tuple(LAYOUTS))
         self.network.restore()
         output = self.root / "run"
         shutil.rmtree(output, ignore_errors=True)
@@ -74,13 +75,13 @@ class Accidents:
 
     def _under_a_launcher(self, kind: str, layout: str, output: Path, draw: random.Random) -> str:
         options: dict[str, Any] = {}
-        if kind == "disk of one node full":
+        if kind == DISK_FULL:
             options = {"local_folder": self.network.local / "copies", "local_interval": 1}
         run = self._run(output, layout, **options)
         if kind == "cable out for 20 s":
             run[run.index("--rank-timeout") + 1] = "1.5"
         job = self.network.job(*run, before="from tests.nodes.worker import slow; slow(0.15)")
-        if kind != "disk of one node full" and draw.random() < 0.2:
+        if kind != DISK_FULL and draw.random() < 0.2:
             time.sleep(draw.uniform(0, 4))  # perhaps before the ranks have met
         else:
             self._wait_for_step(output, draw.randint(1, STEPS - 25), lambda: not job.running, job.said)
@@ -135,7 +136,7 @@ class Accidents:
             raise FaultError(f"a traceback\n{said[-8000:]}")
         if 2 in codes and not lines:
             raise FaultError(f"no line says why it ended\n{said[-8000:]}")
-        named = {"power lost": f"node{node}", "node stopped": f"node{node}", "disk of one node full": "o space left"}
+        named = {"power lost": f"node{node}", "node stopped": f"node{node}", DISK_FULL: "o space left"}
         if 2 in codes and kind in named and not any(named[kind] in line or f"rank {node}" in line for line in lines):
             raise FaultError(f"no line names {named[kind]}: {lines}")
 

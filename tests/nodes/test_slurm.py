@@ -6,6 +6,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,18 @@ def steps(run: Path) -> int:
     return len(read_rows(file)) if file.exists() else 0
 
 
+def tasks(run: Path) -> int:
+    """The number of processes of this host that are ranks of a run."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            program, *words = process.read_text().split("\0")
+            found += Path(program).name == PROGRAM[0] and str(run) in words
+    return found
+
+
 def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
-    wait_for(lambda: steps(run) >= step, 180, lambda: cluster.log(job)[-5000:])
+    wait_for(lambda: steps(run) >= step, 300, lambda: f"{cluster.show(job)}\n{cluster.log(job)[-5000:]}")
 
 
 @pytest.mark.short
@@ -81,7 +92,8 @@ def test_sigterm_is_answered_by_a_requeue(one_host: OneHost, files: Files, alone
     """While the processes still import, and later in a step."""
     run = pretrain(files, tmp_path / "run", steps=STEPS, save_interval=5)
     job = one_host.sbatch(one_host.requeuing(run))
-    wait_for(lambda: ".0" in one_host.run("squeue", "--steps", "--noheader", "--format=%i"), 60)
+    # The step is listed before its tasks run, and a task that starts after the signal would wait for the other's rank.
+    wait_for(lambda: tasks(tmp_path / "run") == 2, 60, lambda: one_host.log(job))
     one_host.run("scancel", "--signal=TERM", job)
     one_host.wait_for_restart(job)
     assert steps(tmp_path / "run") == 0
