@@ -9,8 +9,7 @@ one of dlm-bridge; every tensor of both exports is compared with the source. Eac
 with one rank, and is timed from the first look at the source until the files are on the disk, start-up apart. Prints
 a line of JSON for each import and export. `ratio` is Megatron Bridge's seconds over dlm-bridge's.
 
-Without --bridge-python only dlm-bridge runs, and exports its own checkpoint. With --on-cpu
-Megatron Bridge runs without a GPU, by stand-ins (bridge_on_cpu.py): tensors are compared, its seconds say nothing.
+Without --bridge-python only dlm-bridge runs, and exports its own checkpoint.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ finally:
     with open(figures, "w") as file:
         json.dump(found, file)
 """
-ON_CPU = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import bridge_on_cpu\n"
 BRIDGE = TIMED.format(  # which registers LLaDA's bridge by an import of its own
     start="from megatron.bridge import AutoBridge; import megatron.bridge.training.model_load_save\n"
     "    import megatron.bridge.diffusion.conversion.llada15",
@@ -128,7 +126,6 @@ def main() -> None:
     parser.add_argument("--bridge-python", default="", metavar="COMMAND", help="Megatron Bridge's interpreter")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--tiny", action="store_true", help="of small widths")
-    parser.add_argument("--on-cpu", action="store_true", help="Megatron Bridge with stand-ins for packages of a GPU")
     parser.add_argument("--folder", type=Path, help="where to write (five times a model); a temporary folder else")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a conversion (%(default)s)")
     parser.add_argument("--logs", type=Path, help="folder for what Megatron Bridge prints")
@@ -142,13 +139,13 @@ def exchange(family: str, folder: Path, options: argparse.Namespace) -> None:
     """Import and export by both sides, and print both."""
     hub = write_hub(folder / "hub", FAMILIES[family], options.tiny)
     size = sum(file.stat().st_size for file in hub.iterdir()) / 1e9
-    code = {"bridge": ON_CPU * options.on_cpu + BRIDGE, "ours": OURS}
     sides = {"bridge": shlex.split(options.bridge_python), "ours": [sys.executable]}
 
     def convert(side: str, action: str, source: Path, output: Path) -> dict[str, Any]:
         log = options.logs and options.logs / f"{family}_{side}_{action}.log"
-        words = [action, *map(str, (hub, source, output))]
-        return run(sides[side], code[side], words, folder / "figures", log, options.limit)
+        return run(
+            sides[side], side, [action, *map(str, (hub, source, output))], folder / "figures", log, options.limit
+        )
 
     imported = {side: convert(side, "import", hub, folder / side) for side, command in sides.items() if command}
     line = {"family": family, "gb": round(size, 2)}
@@ -180,9 +177,10 @@ def write_hub(folder: Path, config: dict[str, Any], tiny: bool) -> Path:
 
 
 def run(
-    command: list[str], code: str, words: list[str], figures: Path, log: Path | None, limit: float
+    command: list[str], side: str, words: list[str], figures: Path, log: Path | None, limit: float
 ) -> dict[str, Any]:
     """One conversion's figures: seconds, or the error."""
+    code = BRIDGE if side == "bridge" else OURS
     figures.unlink(missing_ok=True)
     try:
         ended = subprocess.run(

@@ -302,23 +302,6 @@ def test_a_peer_that_is_not_a_requirement_runs(
     runs(Case(script, words + more, ()), tmp_path)
 
 
-@pytest.mark.slow
-def test_checkpoints_are_exchanged_with_megatron_bridge(tmp_path: Path) -> None:
-    """It pins another transformers: $BRIDGE_PYTHON is the interpreter of its environment."""
-    if "BRIDGE_PYTHON" not in os.environ:
-        pytest.skip("Megatron Bridge is not here: its interpreter is $BRIDGE_PYTHON")
-    # Qwen3-MoE needs Transformer Engine: its configuration asks for the fused permutation.
-    families = [family for family in BRIDGE_FAMILIES if family != "Qwen3-MoE"]
-    words = f"--tiny --on-cpu --folder {{out}} --bridge-python {os.environ['BRIDGE_PYTHON']} --families "
-    words += " ".join(families)
-    printed = [
-        rf'"{family}".*"{action}".*"bridge_s": {NUMBER}.*"read by {reader}": "\d+ tensors equal"'
-        for family in families
-        for action, reader in (("import", "dlm-bridge"), ("export", "Megatron Bridge"))
-    ]
-    runs(Case("bridge_exchange.py", words, tuple(printed)), tmp_path)
-
-
 def test_every_benchmark_has_a_case() -> None:
     scripts = {
         path.relative_to(BENCHMARKS).as_posix()
