@@ -946,8 +946,11 @@ def draw(results: Path, file: Path) -> None:
         share, (low, high) = facts["right"] / facts["problems"], facts["interval"]
         rate = facts["tokens_per_forward"]
         left, right = facts["tokens_per_forward_interval"] or (rate, rate)
-        name = path.stem.removeprefix("measured-").removesuffix("-bf16").removesuffix("-fp32").replace("-", " ")
-        label = re.sub(r"drafts (\d+) n(\d+)", r"drafts for \1, N = \2,", name.replace("tails", "mask tails"))
+        name = path.stem.removeprefix("measured-")
+        if drafts := re.fullmatch(r"drafts-(\d+)-n(\d+)-(tails|strided)-(bf16|fp32)", name):
+            block, size, layout, _ = drafts.groups()
+            name = f"drafts, N = {size}" + f" (trained for {block})" * (block != size)
+            name += " and mask tails" * (layout == "tails")
         axes.errorbar(
             [rate],
             [100 * share],
@@ -955,10 +958,10 @@ def draw(results: Path, file: Path) -> None:
             yerr=[[100 * max(0.0, share - low)], [100 * max(0.0, high - share)]],
             fmt="o",
             capsize=3,
-            label="autoregressive twin" if name == "twin" else label,
+            label="autoregressive twin" if name == "twin" else name,
         )
     axes.set(
-        xlabel="tokens per forward pass", ylabel="right answers, %", title="SmolLM2-135M on GSM8K's test problems"
+        xlabel="tokens per forward pass", ylabel="right answers, %", title="SmolLM2-135M on GSM8K's test problems, greedy, 95% intervals"
     )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
