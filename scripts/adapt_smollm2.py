@@ -961,7 +961,9 @@ def draw(results: Path, file: Path) -> None:
             label="autoregressive twin" if name == "twin" else name,
         )
     axes.set(
-        xlabel="tokens per forward pass", ylabel="right answers, %", title="SmolLM2-135M on GSM8K's test problems, greedy, 95% intervals"
+        xlabel="tokens per forward pass",
+        ylabel="right answers, %",
+        title="GSM8K's test problems, greedy, 95% intervals",
     )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -107,7 +107,8 @@ class SpeculativeRule(DenoisingRule):
         predictor = context.predictor
         assert isinstance(predictor, DraftPredictor)
         committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
-        counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
+        values = partial(torch.mul, committed_A)
+        counts = context.canvas.read_unfinished(context.selected(rows), block, context.read, values)
         return predictor.advance(rows, counts)
 
     def _draft(
@@ -226,8 +227,11 @@ class DraftPredictor(SpeculativePredictor):
         with self._adapter.off():
             return super().check(rows, firsts, tokens_AN)
 
-    def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
-        return replace(super()._cached_view(rows, firsts, tokens_AN, draft), variant=self._adapter.variant(draft))
+    def _cached_view(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
+    ) -> CanvasView:
+        view = super()._cached_view(rows, firsts, tokens_AN, own_AN, draft)
+        return replace(view, variant=self._adapter.variant(draft))
 
 
 class DraftAdapter:

@@ -709,7 +709,7 @@ class RowMemory:
         if len(rows) == self._rows:
             self._tensors.clear()
             self._values.clear()
-        if self._tensors:
+        if self._tensors and rows:
             rows_A = to_device(rows, self._device)
             for stored in self._tensors.values():
                 stored.index_fill_(0, rows_A, 0)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -134,45 +134,37 @@ class StridedRule(DenoisingRule):
         canvas, predictor, count = context.canvas, context.predictor, self._drafted
         assert isinstance(predictor, SpeculativePredictor)
         predictor.keep_rows(rows)
-        firsts = predictor.firsts(rows)
-        drafts = self._drafts(context, rows)
-        last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
+        firsts, selected, device = predictor.firsts(rows), context.selected(rows), canvas.tokens.device
+        drafts = self._drafts(context, selected)
+        masks = count * (count + 1 if self._tails else 1)
+        columns_AQ = columns_from(firsts, 1 + count + masks, device)  # from the last committed token on
+        last_A1, columns_AN = canvas.take(selected, columns_AQ[:, :1]), columns_AQ[:, 1 : count + 2]
         # Rows without a draft have masks instead, so that all rows have one shape.
-        masks_AT = torch.full_like(drafts.tokens, MASK).repeat(1, count + 1 if self._tails else 1)
-        input_AQ = torch.cat([last_A1, drafts.tokens, masks_AT], dim=1)
-        logits_at = predictor.run_block(rows, firsts, input_AQ, tail=count if self._tails else 0)
-        columns_AN = columns_from(firsts, count + 1, canvas.tokens.device) + 1
+        input_AQ = torch.nn.functional.pad(torch.cat([last_A1, drafts.tokens], dim=1), (0, masks), value=MASK)
+        logits_at = predictor.run_block(rows, firsts, input_AQ, columns_AQ, tail=count if self._tails else 0)
         logits_ANV = context.constrain(logits_at(slice(0, count + 1)), rows, columns_AN)
         allowed_ANV = context.follow(rows, firsts, drafts.tokens, logits_ANV)
         shaped_ANV, tokens_AN = propose_tokens(allowed_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
-        places_AM = canvas.places(rows, columns_AN[:, :count])
-        accepted_AM, corrected_AM = self._verify(
-            context, rows, places_AM, shaped_ANV[:, :count], tokens_AN[:, :count], drafts
-        )
-        accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
-        rejected_A = drafts.exist & (accepted_A < count)
-        # The token after the accepted ones: the correction of a rejected token, else a new draw.
-        next_A1 = tokens_AN.gather(1, accepted_A[:, None])
-        place_A1 = accepted_A[:, None].clamp(max=count - 1)
-        next_A1 = torch.where(rejected_A[:, None], corrected_AM.gather(1, place_A1), next_A1)
-        places_1N = torch.arange(count + 1, device=next_A1.device)[None]
-        ahead_AN = torch.cat([drafts.tokens, masks_AT[:, :1]], dim=1)
-        committed_AN = torch.where(places_1N < accepted_A[:, None], ahead_AN, MASK)
-        committed_AN = torch.where(places_1N == accepted_A[:, None], next_A1, committed_AN)
-        canvas.put(rows, columns_AN, committed_AN)
+        if drafts.probabilities is None:
+            # The tokens proposed before the first rejection are the draft's, and the one there corrects it.
+            accepted_A = (tokens_AN[:, :count] == drafts.tokens).cumprod(dim=1).sum(dim=1)
+        else:
+            accepted_A, tokens_AN = self._verify(context, rows, columns_AN, shaped_ANV, tokens_AN, drafts)
+        canvas.put(selected, columns_AN, tokens_AN.masked_fill(_places(count + 1, device) > accepted_A[:, None], MASK))
         context.report(rows, columns_AN, logits_ANV, final=True)
         # The masks after that token predict the next draft: those of its tail or, without tails, the masks behind the
         # whole draft, which follow it only if nothing was rejected.
-        steps_1M = torch.arange(count, device=next_A1.device)[None]
+        steps_AM = accepted_A[:, None] + _places(count, device)
         if self._tails:
-            from_AM = count + 1 + accepted_A[:, None] * count + steps_1M
+            exist_A = torch.ones_like(accepted_A, dtype=torch.bool)
+            from_AM = accepted_A[:, None] * (count - 1) + steps_AM + (count + 1)
         else:
-            from_AM = (accepted_A[:, None] + 1 + steps_1M).clamp(max=input_AQ.shape[1] - 1)
-        columns_AM = columns_AN[:, :1] + accepted_A[:, None] + 1 + steps_1M
+            exist_A = ~drafts.exist | (accepted_A == count)
+            from_AM = (steps_AM + 1).clamp(max=input_AQ.shape[1] - 1)
+        columns_AM = columns_AN[:, :1] + 1 + steps_AM
         logits_AMV = context.constrain(logits_at(from_AM), rows, columns_AM)
         shaped_AMV, drafts_AM = propose_tokens(logits_AMV, canvas, rows, columns_AM, context.sampling, context.noise)
-        exist_A = torch.ones_like(rejected_A) if self._tails else ~rejected_A
-        self._keep(context, rows, drafts_AM, shaped_AMV, exist_A)
+        self._keep(context, selected, drafts_AM, shaped_AMV, exist_A)
         return self._go_on(context, block, rows, accepted_A + 1)
 
     @staticmethod
@@ -180,54 +172,66 @@ class StridedRule(DenoisingRule):
         """Count the committed tokens. Returns the rows that have not ended."""
         predictor = context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
+        values = partial(torch.mul, committed_A)
+        counts = context.canvas.read_unfinished(context.selected(rows), block, context.read, values)
         return predictor.advance(rows, counts)
 
-    def _drafts(self, context: SamplerContext, rows: list[int]) -> _Drafts:
+    def _drafts(self, context: SamplerContext, rows: list[int] | None) -> _Drafts:
         """Drafts of the rows' last step."""
-        memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
-        exist_A = memory.tensor("drafted", dtype=torch.bool)[index]
-        tokens_AM = memory.tensor("drafts", count)[index].masked_fill(~exist_A[:, None], MASK)
+        memory, count = context.canvas.memory, self._drafted
+        which = slice(None) if rows is None else context.canvas.index(rows)
+        exist_A = memory.tensor("drafted", dtype=torch.bool)[which]
+        tokens_AM = memory.tensor("drafts", count)[which].masked_fill(~exist_A[:, None], MASK)
         if not context.sampling.draws:
             return _Drafts(tokens_AM, None, exist_A)
         q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
-        return _Drafts(tokens_AM, q_BMV[index], exist_A)
+        return _Drafts(tokens_AM, q_BMV[which], exist_A)
 
     def _keep(
         self,
         context: SamplerContext,
-        rows: list[int],
+        rows: list[int] | None,
         tokens_AM: torch.Tensor,
         shaped_AMV: torch.Tensor,
         exist_A: torch.Tensor,
     ) -> None:
         """Store the rows' drafts, and the distributions that they were drawn from."""
-        memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
-        memory.tensor("drafts", count)[index] = tokens_AM
-        memory.tensor("drafted", dtype=torch.bool)[index] = exist_A
+        memory, count = context.canvas.memory, self._drafted
+        which = slice(None) if rows is None else context.canvas.index(rows)
+        memory.tensor("drafts", count)[which] = tokens_AM
+        memory.tensor("drafted", dtype=torch.bool)[which] = exist_A
         if context.sampling.draws:
             q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
-            q_BMV[index] = self._probabilities(context, shaped_AMV)
+            q_BMV[which] = self._probabilities(context, shaped_AMV)
 
     def _verify(
         self,
         context: SamplerContext,
         rows: list[int],
-        places_AM: torch.Tensor,
-        shaped_AMV: torch.Tensor,
-        drawn_AM: torch.Tensor,
+        columns_AN: torch.Tensor,
+        shaped_ANV: torch.Tensor,
+        drawn_AN: torch.Tensor,
         drafts: _Drafts,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A, M] twice: True at accepted draft tokens, and the tokens that correct rejected ones."""
-        if drafts.probabilities is None:
-            return drawn_AM == drafts.tokens, drawn_AM
-        p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
+        """[A], the number of accepted draft tokens, and [A, N], these tokens and the one after them: the correction of
+        a rejected token, else a new draw."""
+        count = self._drafted
+        assert drafts.probabilities is not None
+        places_AM = context.canvas.places(rows, columns_AN[:, :count])
+        p_AMV = self._probabilities(context, shaped_ANV[:, :count])
+        q_AMV = self._alpha * drafts.probabilities
         tokens_AM = drafts.tokens.clamp(min=0)  # rows without a draft accept nothing
         bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, tokens_AM)
         accepted_AM = bound_AM < gather_tokens(p_AMV, tokens_AM)
         rest_AMV = (p_AMV - q_AMV).clamp(min=0)
         rest_AMV = torch.where(rest_AMV.sum(dim=-1, keepdim=True) > 0, rest_AMV, p_AMV)
-        return accepted_AM, invert(rest_AMV, context.noise.uniform(rows, places_AM))
+        corrected_AM = invert(rest_AMV, context.noise.uniform(rows, places_AM))
+        accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
+        # Without a draft, the first token is a new draw; there, as behind an accepted draft, nothing is corrected.
+        rejected_A1 = (drafts.exist & (accepted_A < count))[:, None]
+        next_A1 = drawn_AN.gather(1, accepted_A[:, None])
+        next_A1 = torch.where(rejected_A1, corrected_AM.gather(1, accepted_A[:, None].clamp(max=count - 1)), next_A1)
+        return accepted_A, torch.cat([drafts.tokens, next_A1], dim=1).scatter(1, accepted_A[:, None], next_A1)
 
     @staticmethod
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:
@@ -274,22 +278,28 @@ class SpeculativePredictor(RowCachePredictor):
         return self._block_logits(rows, firsts, tokens_AN, draft=False)
 
     def run_block(
-        self, rows: list[int], firsts: list[int], tokens_AQ: torch.Tensor, *, tail: int = 0
+        self,
+        rows: list[int],
+        firsts: list[int],
+        tokens_AQ: torch.Tensor,
+        own_AQ: torch.Tensor,
+        *,
+        tail: int = 0,
     ) -> Callable[[slice | torch.Tensor], torch.Tensor]:
         """Run the rows' blocks once.
 
         Args:
+            own_AQ: the columns of the blocks, from `firsts` on.
             tail: size of the tails at the end of a block, see `IDLMSampler`; 0: all tokens follow one another.
 
         Returns:
             Function of a slice of places in the blocks, or of [A, N] places of each row, that returns the logits
             [A, N, V] after them.
         """
-        own_AQ = columns_from(firsts, tokens_AQ.shape[1], tokens_AQ.device)
         if tail:
             view = self._tail_view(rows, firsts, tokens_AQ, own_AQ, tail)
         elif self.cache.stores:
-            view = self._cached_view(rows, firsts, tokens_AQ, draft=False)
+            view = self._cached_view(rows, firsts, tokens_AQ, own_AQ, draft=False)
         else:
             view = self._uncached_view(rows, firsts, tokens_AQ, own_AQ, draft=False)
         if not self.cache.stores:
@@ -310,7 +320,7 @@ class SpeculativePredictor(RowCachePredictor):
         own_AN = columns_from(firsts, tokens_AN.shape[1], tokens_AN.device)
         if not self.cache.stores:
             return self._runner.logits_at(self._uncached_view(rows, firsts, tokens_AN, own_AN, draft), own_AN)
-        view = self._cached_view(rows, firsts, tokens_AN, draft)
+        view = self._cached_view(rows, firsts, tokens_AN, own_AN, draft)
         return self._runner.head(self._runner.hidden(view), slice(None))
 
     def _uncached_view(
@@ -330,16 +340,22 @@ class SpeculativePredictor(RowCachePredictor):
         packing = Packing(needed_AS, lengths, causal=True)
         return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
 
-    def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
+    def _cached_view(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
+    ) -> CanvasView:
         width, block = tokens_AN.shape[1], None if draft else 1
         before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
         stop = max(before) + width
         if min(before) == max(before):  # one range of columns: attention needs no mask
             return CanvasView(tokens_AN, None, None, before[0], stop, block=block)
         stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
-        own_AN = columns_from(before, width, tokens_AN.device)
-        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
+        own_AN = own_AN - self._origins(rows)
+        attended_AS = _places(stop, own_AN.device) <= own_AN[:, -1:]
         return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block)
+
+    def _origins(self, rows: list[int]) -> torch.Tensor:
+        """[A, 1], the columns of the rows' first tokens."""
+        return self.canvas.origin(None if len(rows) == len(self.canvas.rows) else rows)[:, None]
 
     def _tail_view(
         self, rows: list[int], firsts: list[int], tokens_AQ: torch.Tensor, own_AQ: torch.Tensor, tail: int
@@ -348,7 +364,7 @@ class SpeculativePredictor(RowCachePredictor):
         if self.cache.stores:
             before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
             stop = -(-(max(before) + width) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            cached_AQ = columns_from(before, width, own_AQ.device)
+            cached_AQ = own_AQ - self._origins(rows)
             mask = layout.mask(
                 cached_AQ, torch.ones(1, min(stop, self.canvas.cache_width), device=own_AQ.device).bool()
             )
@@ -376,6 +392,7 @@ class TailLayout:
     attends: torch.Tensor  # [Q, Q] bool, query by key
 
     @classmethod
+    @lru_cache
     def of(cls, size: int, device: torch.device) -> TailLayout:
         index = torch.arange(size + 1, device=device)
         accepted = torch.cat([index, index.repeat_interleave(size)])  # draft tokens that a place attends to
@@ -394,4 +411,10 @@ class TailLayout:
 
 def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
     """[A, width] columns of the canvas, starting at each row's entry in `firsts`."""
-    return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
+    return to_device(firsts, device)[:, None] + _places(width, device)
+
+
+@lru_cache
+def _places(width: int, device: torch.device) -> torch.Tensor:
+    """[width], from 0 on. Made once, since each small kernel delays a step of few rows."""
+    return torch.arange(width, device=device)
