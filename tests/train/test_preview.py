@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def test_trained_tokens_are_coloured(
     assert "user:\ndef f0" in out
     assert "\x1b[1;32m" in out.partition("assistant:")[2]
     assert "\x1b[1;32m" not in out.partition("assistant:")[0].partition("user:")[2]
+
+
+def test_padding_that_is_trained_is_counted(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--preview", "1", "--json", "--eos-padding", "row") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    end = re.search(r"(<[^<>]+>)\1+$", text)
+    assert end is not None
+    assert show("--preview", "1", "--eos-padding", "row") == 0
+    out = capsys.readouterr().out.strip()
+    assert out.endswith(f"{end[1]} × {text.count(end[1], end.start())}")
+    assert 2 * end[1] not in out
 
 
 @pytest.mark.parametrize(
