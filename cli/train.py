@@ -283,7 +283,7 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
 
 def _counted(text: str) -> str:
     """The text with a special token that is repeated, as that for padding, written once and counted."""
-    return re.sub(r"(<[^<>\s]+>)\1{3,}", lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
+    return re.sub(r"(<[^<>\s]+>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", text)
 
 
 def quieten() -> None:

@@ -88,7 +88,7 @@ def test_padding_that_is_trained_is_counted(show: Any, capsys: pytest.CaptureFix
     assert end is not None
     assert show("--preview", "1", "--eos-padding", "row") == 0
     out = capsys.readouterr().out.strip()
-    assert out.endswith(f"{end[1]} × {text.count(end[1], end.start())}")
+    assert out.endswith(f"{end[1]} x {text.count(end[1], end.start())}")
     assert 2 * end[1] not in out
 
 
