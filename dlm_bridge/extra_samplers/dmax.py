@@ -19,25 +19,23 @@ computes p at masks only and takes 1 elsewhere (`dmax_sampler_fast_path`); here,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import SettingError
 from dlm_bridge.extra_samplers.multi_bd import (
     COMPLETE,
     MASK_WEIGHT,
     STARTED,
     BlockBufferRule,
-    BufferPredictor,
+    BlockBufferSampler,
 )
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
+from dlm_bridge.generation.canvas import Canvas, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, Step
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 
 CONFIDENT = 0.9  # probability from which on a token is taken to be stable
@@ -46,20 +44,11 @@ FINAL, AGE = "buffer: final", "buffer: steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DMaxSampler(Sampler):
+class DMaxSampler(BlockBufferSampler):
     """DMax's decoding with token merging."""
 
     name: ClassVar[str] = "dmax"
-    attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
-    shifted: ClassVar[bool | None] = False
-    aliases: ClassVar[Mapping[str, str]] = {
-        **Sampler.aliases, "accept_threshold": "threshold", "add_block_threshold": "block_add_threshold",
-    }  # fmt: skip
-    model_blocks: ClassVar[bool] = True
-    infills: ClassVar[bool] = False
-    takes_commit_rule: ClassVar[bool] = False
 
-    block_length: int = parameter(32)
     buffer_size: int = parameter(2, "Blocks that a forward pass runs.", minimum=1)
     threshold: float = parameter(0.5, "Probability from which on masks are committed, from left to right.")
     block_add_threshold: float = parameter(
@@ -68,24 +57,14 @@ class DMaxSampler(Sampler):
     )  # fmt: skip
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = self.buffer_size * self.block_length - 1
-        return SamplerSpec(
-            layout=BlockLayout(None, spare=spare, multiple=self.block_length),
-            rule=TokenMergingRule(
-                self.block_length,
-                self.buffer_size,
-                self.threshold,
-                self.block_add_threshold,
-                semi_complete_threshold=0.0,  # every started block commits a token in each step
-            ),
-            sampling=self.sampling(),
-            predictor=BufferPredictor,
-            predictor_options={
-                "block_length": self.block_length,
-                "buffer_size": self.buffer_size,
-                "merges": True,
-            },
+        rule = TokenMergingRule(
+            self.block_length,
+            self.buffer_size,
+            self.threshold,
+            self.block_add_threshold,
+            semi_complete_threshold=0.0,  # every started block commits a token in each step
         )
+        return self.buffer_spec(rule, merges=True)
 
 
 class TokenMergingRule(BlockBufferRule):

@@ -58,10 +58,9 @@ MASK_WEIGHT = "buffer: mask weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiBDSampler(Sampler):
-    """MBD-LMs' Block Buffer."""
+class BlockBufferSampler(Sampler):
+    """What samplers on a Block Buffer share: the settings' published names, the layout and the predictor."""
 
-    name: ClassVar[str] = "multi_bd"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     shifted: ClassVar[bool | None] = False
     aliases: ClassVar[Mapping[str, str]] = {
@@ -72,6 +71,26 @@ class MultiBDSampler(Sampler):
     takes_commit_rule: ClassVar[bool] = False
 
     block_length: int = parameter(32)
+    buffer_size: int = parameter(4, "Blocks that a forward pass runs.", minimum=1)
+
+    def buffer_spec(self, rule: BlockBufferRule, **options: Any) -> SamplerSpec:
+        # Whole buffers, also where the first block is the last one with new tokens.
+        spare = self.buffer_size * self.block_length - 1
+        return SamplerSpec(
+            layout=BlockLayout(None, spare=spare, multiple=self.block_length),
+            rule=rule,
+            sampling=self.sampling(),
+            predictor=BufferPredictor,
+            predictor_options={"block_length": self.block_length, "buffer_size": self.buffer_size, **options},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiBDSampler(BlockBufferSampler):
+    """MBD-LMs' Block Buffer."""
+
+    name: ClassVar[str] = "multi_bd"
+
     buffer_size: int = parameter(
         4,
         "Blocks that a forward pass runs; MBD's LLaDA2 weights were trained with 2, its SDAR weights with 4.",
@@ -95,20 +114,14 @@ class MultiBDSampler(Sampler):
     )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        # Whole buffers, also where the first block is the last one with new tokens.
-        spare = self.buffer_size * self.block_length - 1
-        return SamplerSpec(
-            layout=BlockLayout(None, spare=spare, multiple=self.block_length),
-            rule=BlockBufferRule(
+        return self.buffer_spec(
+            BlockBufferRule(
                 self.block_length,
                 self.buffer_size,
                 self.threshold,
                 self.block_add_threshold,
                 self.semi_complete_threshold,
-            ),
-            sampling=self.sampling(),
-            predictor=BufferPredictor,
-            predictor_options={"block_length": self.block_length, "buffer_size": self.buffer_size},
+            )
         )
 
 
