@@ -13,7 +13,7 @@ from tests.parallel.test_megatron import Said, assert_both_engines_agree, assert
 from tests.processes import assert_ok, forked, launch
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2100)]
 
 
 @pytest.fixture(scope="module")
