@@ -56,7 +56,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def run_part(part: str) -> Path:
         root = write_inputs(tmp_path_factory.mktemp("rl_megatron"))
-        launcher.run("tests.rl.megatron_worker", [str(root), part], environments(1), [root / "log.txt"], 1100)
+        launcher.run("tests.rl.megatron_worker", [str(root), part], environments(1), [root / "log.txt"], 2000)
         return root
 
     return run_part
@@ -68,6 +68,7 @@ def test_an_update_is_that_of_one_process(name: str, reports: Callable[[str], Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2100)
 @pytest.mark.parametrize(
     ("part", "processes", "name"),
     [
