@@ -246,6 +246,10 @@ class Canvas:
         for row in rows:
             self._rows[row].steps += 1
 
+    def selected(self, rows: list[int]) -> list[int] | None:
+        """Return None, which selects all rows without an index, if `rows` are all rows."""
+        return None if len(rows) == len(self.rows) else rows
+
     def index(self, rows: list[int]) -> torch.Tensor:
         """[A], `rows` as an index tensor on the device; the last one is cached."""
         if self._index is None or self._index[0] != rows:

@@ -82,8 +82,8 @@ class SamplerContext:
         return self.canvas.read(flags, self.predictor.launch_speculatively)
 
     def selected(self, rows: list[int]) -> list[int] | None:
-        """Return None, which selects all rows, if `rows` are all rows of the canvas."""
-        return None if len(rows) == len(self.canvas.rows) else rows
+        """See `Canvas.selected`."""
+        return self.canvas.selected(rows)
 
     def propose(self, rows: list[int], columns: Columns, logits: torch.Tensor, num_transfer_tokens: list[int]) -> Step:
         """Propose tokens for these columns from their logits [A, N, V], see `predict`."""

@@ -142,7 +142,7 @@ class Constraints:
         if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_end):
             return logits_ANV
         logits_ANV = logits_ANV.clone()
-        chosen = None if len(rows) == len(canvas.rows) else rows
+        chosen = canvas.selected(rows)
         columns_AN = canvas.columns(chosen, columns)
         if self._penalises:
             self._apply_penalty(logits_ANV, canvas, chosen, columns_AN)

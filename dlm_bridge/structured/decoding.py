@@ -195,7 +195,7 @@ class AutomatonDecoder:
         if view is None:
             return logits_ANV, shaped_ANV, tokens_AN
         logits_RNV, tokens_RN = view.take(logits_ANV), view.take(tokens_AN)
-        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
+        columns_RN = view.take(self._canvas.columns(self._canvas.selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         feasible_RNC = _of_columns(feasible_DRC, place_RN)
@@ -210,13 +210,13 @@ class AutomatonDecoder:
         uniform_RN = None
         if sampling.draws:
             uniform_RN = self._noise.uniform(
-                view.rows, self._canvas.places(self._selected(view.rows), columns_RN), REPLACED
+                view.rows, self._canvas.places(self._canvas.selected(view.rows), columns_RN), REPLACED
             )
         shaped_only_RNV = sampling.shape(only_RNV)
         other_RN = sampling.propose(only_RNV, shaped_only_RNV, without, uniform_RN)
         new_RN = torch.where(fits_RN, tokens_RN, other_RN)
         if self._joint:
-            masked_RN = self._canvas.masked(self._selected(view.rows), columns_RN)
+            masked_RN = self._canvas.masked(self._canvas.selected(view.rows), columns_RN)
             text_RN = self._drawn_text(
                 view, feasible_DRC, place_RN, masked_RN, tokens_RN, only_RNV, shaped_only_RNV, sampling
             )
@@ -242,8 +242,8 @@ class AutomatonDecoder:
         if self._proposed is None:
             return tokens_AN
         view, mass_RN = self._proposed
-        columns_RN = view.take(self._canvas.columns(self._selected(rows), columns))
-        before_RN = self._canvas.take(self._selected(view.rows), columns_RN)
+        columns_RN = view.take(self._canvas.columns(self._canvas.selected(rows), columns))
+        before_RN = self._canvas.take(self._canvas.selected(view.rows), columns_RN)
         if least is not None and not self._joint:
             tokens_AN = self._checked(view, columns_RN, before_RN, tokens_AN, logits_ANV, least)
         filled_RN = (before_RN == MASK) & (view.take(tokens_AN) != MASK)
@@ -345,14 +345,14 @@ class AutomatonDecoder:
         if view is None:
             return tokens_AN
         canvas, tokens_RN = self._canvas, view.take(tokens_AN)
-        columns_RN = view.take(canvas.columns(self._selected(rows), columns))
+        columns_RN = view.take(canvas.columns(self._canvas.selected(rows), columns))
         place_RN = columns_RN - view.first
         feasible_DRC = view.lattice.feasible()
         allowed_RNV = _of_columns(feasible_DRC, place_RN).gather(
             2, view.graph.token_classes[:, None].expand(-1, tokens_RN.shape[1], -1)
         )
         only_RNV = view.take(logits_ANV).masked_fill(~allowed_RNV, NEVER)
-        new_RN = canvas.behind_prompt(self._selected(view.rows), columns_RN)
+        new_RN = canvas.behind_prompt(self._canvas.selected(view.rows), columns_RN)
         shaped_RNV = sampling.shape(only_RNV)
         text_RN = self._drawn_text(view, feasible_DRC, place_RN, new_RN, tokens_RN, only_RNV, shaped_RNV, sampling)
         return view.put(tokens_AN, torch.where(new_RN, text_RN, tokens_RN))
@@ -388,7 +388,7 @@ class AutomatonDecoder:
         if sampling.draws:
             drawn_RD = torch.zeros_like(lattice.outside).scatter(1, place_RN, masked_RN)
             columns_D = view.first + torch.arange(drawn_RD.shape[1], device=place_RN.device)
-            places_RD = columns_D - self._canvas.origin(self._selected(view.rows))[:, None]
+            places_RD = columns_D - self._canvas.origin(self._canvas.selected(view.rows))[:, None]
             uniform_RD = self._noise.uniform(view.rows, places_RD, CLASS)
             path_RD = lattice.drawn_path(weights_DRC, drawn_RD, uniform_RD)
         else:
@@ -399,7 +399,7 @@ class AutomatonDecoder:
         own_RNV = torch.where(some_RN1, shaped_RNV, only_RNV.to(shaped_RNV.dtype)).masked_fill(~in_class_RNV, NEVER)
         if sampling.draws:
             uniform_RN = self._noise.uniform(
-                view.rows, self._canvas.places(self._selected(view.rows), place_RN + view.first), TOKEN
+                view.rows, self._canvas.places(self._canvas.selected(view.rows), place_RN + view.first), TOKEN
             )
             text_RN = draw_token(own_RNV, uniform_RN, self._canvas.excluded_token_id)
         else:
@@ -407,10 +407,6 @@ class AutomatonDecoder:
         return torch.where(fits_R1, tokens_RN, torch.where(masked_RN, text_RN, tokens_RN))
 
     # ---- The rows' automata and states.
-
-    def _selected(self, rows: list[int]) -> list[int] | None:
-        """None, which selects all rows, if these are all rows of the canvas."""
-        return None if len(rows) == len(self._canvas.rows) else rows
 
     def _constraint(self, row: int) -> AutomatonConstraint | None:
         return self._constraints.get(self._canvas.names[row])
@@ -437,7 +433,7 @@ class AutomatonDecoder:
         if self._block is None or self._block[0] != key:  # else the same rows are inside the same block
             graph = self._graph(own, vocabulary)
             start_R = self._states(own, graph, [first - one for one in firsts])
-            columns_RD = canvas.columns(self._selected(own), columns)
+            columns_RD = canvas.columns(self._canvas.selected(own), columns)
             numbers_2R = to_device([*firsts, *ends], device).view(2, -1, 1)
             outside_RD = (columns_RD < numbers_2R[0]) | (columns_RD >= numbers_2R[1])
             left_R = (numbers_2R[1, :, 0] - stop).clamp(min=0)
@@ -445,9 +441,9 @@ class AutomatonDecoder:
             index = None if len(places) == len(rows) else to_device(places, device)
             self._block = key, graph, start_R, outside_RD, final_G, index
         _, graph, start_R, outside_RD, final_G, index = self._block
-        tokens_RD = canvas.take(self._selected(own), columns)
+        tokens_RD = canvas.take(self._canvas.selected(own), columns)
         if open_all:
-            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(self._selected(own), columns), MASK)
+            tokens_RD = tokens_RD.masked_fill(canvas.behind_prompt(self._canvas.selected(own), columns), MASK)
         fixed_RDC = torch.full((*tokens_RD.shape, graph.classes), NEVER, device=device)
         fixed_RDC.scatter_(2, graph.class_of(tokens_RD)[..., None], 0.0)
         open_RDC = fixed_RDC.masked_fill((tokens_RD == MASK)[..., None], 0.0)
@@ -470,7 +466,9 @@ class AutomatonDecoder:
             firsts = canvas.firsts
             begin_R1 = to_device([firsts[row] + place for row, place in zip(rows, done, strict=True)], device)
             offset_N = torch.arange(max(more), device=device)
-            tokens_RN = canvas.take(self._selected(rows), (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1))
+            tokens_RN = canvas.take(
+                self._canvas.selected(rows), (begin_R1[:, None] + offset_N).clamp(max=canvas.width - 1)
+            )
             active_RN = (offset_N < to_device(more, device)[:, None]) & (tokens_RN != MASK)
             state_R = graph.advance(state_R, tokens_RN, active_RN)
         if len(self._known) > 2 * len(canvas.rows):

@@ -355,7 +355,7 @@ class SpeculativePredictor(RowCachePredictor):
 
     def _origins(self, rows: list[int]) -> torch.Tensor:
         """[A, 1], the columns of the rows' first tokens."""
-        return self.canvas.origin(None if len(rows) == len(self.canvas.rows) else rows)[:, None]
+        return self.canvas.origin(self.canvas.selected(rows))[:, None]
 
     def _tail_view(
         self, rows: list[int], firsts: list[int], tokens_AQ: torch.Tensor, own_AQ: torch.Tensor, tail: int
