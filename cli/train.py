@@ -277,11 +277,13 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
             typer.echo(json.dumps(row.as_dict()))
             continue
         console.rule(f"row {number}: {counted(len(row.input_ids), 'token')}, {sum(row.trained)} trained", style="dim")
-        pieces = ((_counted(printable(piece)), "bold green" if trained else "") for piece, trained in row.pieces)
+        pieces = (
+            (_without_repeats(printable(piece)), "bold green" if trained else "") for piece, trained in row.pieces
+        )
         console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
-def _counted(text: str) -> str:
+def _without_repeats(text: str) -> str:
     """The text with a special token that is repeated, as that for padding, written once and counted."""
     return re.sub(r"(<[^<>\s]+>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", text)
 

@@ -96,18 +96,18 @@ class TokenMergingRule(BlockBufferRule):
         written_AKN = new_AKN & (taken_AKN | ~masked_AKN) & active_AK[..., None]
         changed_AK = (written_AKN & self._by_block(step.tokens != step.before)).any(dim=2)
         sure_AK = ((scores_AKN >= CONFIDENT) | ~new_AKN).all(dim=2)
-        age_AN = self._get(AGE, step) + active_AK.repeat_interleave(self.block_length, dim=1)
+        age_AN = self._get(AGE, step, rows_A) + active_AK.repeat_interleave(self.block_length, dim=1)
         oldest_AK = self._by_block(age_AN >= self.block_length).all(dim=2)
         full_AK = ~(masked_AKN & ~taken_AKN).any(dim=2) & active_AK
         final_AK = full_AK & (~changed_AK | sure_AK | oldest_AK)
         weights_AKN = torch.where(written_AKN & ~final_AK[..., None], 1 - scores_AKN, 0.0)
-        self._set(AGE, step, age_AN)
+        self._set(AGE, step, rows_A, age_AN)
         # A block that waits for the one before it may change again.
         kept_AKN = torch.where(
-            active_AK[..., None], final_AK[..., None], self._by_block(self._get(FINAL, step)).bool()
+            active_AK[..., None], final_AK[..., None], self._by_block(self._get(FINAL, step, rows_A)).bool()
         )
-        self._set(FINAL, step, kept_AKN.flatten(1))
-        self._set(MASK_WEIGHT, step, weights_AKN.flatten(1))
+        self._set(FINAL, step, rows_A, kept_AKN.flatten(1))
+        self._set(MASK_WEIGHT, step, rows_A, weights_AKN.flatten(1))
         return torch.where(written_AKN.flatten(1), step.tokens, step.before)
 
     def provisional(self, canvas: Canvas, rows: list[int] | None) -> torch.Tensor:
@@ -123,11 +123,11 @@ class TokenMergingRule(BlockBufferRule):
         progress_AK = super()._completion(canvas, rows, columns_AN)
         return torch.where(final_AK, progress_AK, progress_AK.clamp(max=1 - 0.5 / self.block_length))
 
-    def _get(self, name: str, step: Step) -> torch.Tensor:
-        return self._stored(name)[to_device(step.rows, step.places.device)].gather(1, step.places)
+    def _get(self, name: str, step: Step, rows_A: torch.Tensor) -> torch.Tensor:
+        return self._stored(name)[rows_A].gather(1, step.places)
 
-    def _set(self, name: str, step: Step, values_AN: torch.Tensor) -> None:
-        rows_A, stored_BS = to_device(step.rows, step.places.device), self._stored(name)
+    def _set(self, name: str, step: Step, rows_A: torch.Tensor, values_AN: torch.Tensor) -> None:
+        stored_BS = self._stored(name)
         stored_BS[rows_A] = stored_BS[rows_A].scatter(1, step.places, values_AN.to(stored_BS.dtype))
 
     def _stored(self, name: str) -> torch.Tensor:

@@ -71,7 +71,7 @@ class BlockBufferSampler(Sampler):
     takes_commit_rule: ClassVar[bool] = False
 
     block_length: int = parameter(32)
-    buffer_size: int = parameter(4, "Blocks that a forward pass runs.", minimum=1)
+    buffer_size: int  # each has its own default
 
     def buffer_spec(self, rule: BlockBufferRule, **options: Any) -> SamplerSpec:
         # Whole buffers, also where the first block is the last one with new tokens.

@@ -202,8 +202,9 @@ class ModelRunner:
         columns = view.columns
         if columns is None and self._cache.buffers is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
+        tokens_AQ = self._token_ids(view)
         inputs = BodyInputs(
-            self._token_ids(view),
+            tokens_AQ,
             mask,
             positions_AQ,
             columns,
@@ -211,7 +212,7 @@ class ModelRunner:
             block=view.block,
             variant=view.variant,
             buffers=view.buffers,
-            embeddings=self._embeddings(view),
+            embeddings=self._embeddings(view, tokens_AQ),
         )
         if self._body is not None:
             if isinstance(places, slice):  # one graph serves every block
@@ -296,18 +297,20 @@ class ModelRunner:
         """[A, Q], the view's tokens with the mask token's id at masks."""
         return view.tokens.masked_fill(view.tokens == MASK, self._mask_token_id)
 
-    def _embeddings(self, view: CanvasView) -> torch.Tensor | None:
+    def _embeddings(self, view: CanvasView, tokens_AQ: torch.Tensor) -> torch.Tensor | None:
+        """[A, Q, H], embeddings of the view's tokens where they are merged; None: their own."""
         if view.mask_weights is None:
             return None
         embed = unwrapped(self._model).get_input_embeddings()
-        return soft_embeddings(embed, self._token_ids(view), view.mask_weights, self._mask_token_id)
+        return soft_embeddings(embed, tokens_AQ, view.mask_weights, self._mask_token_id)
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         """Logits of the model's own forward pass."""
         self.forwards += 1
-        mask, embeddings = view.attention_mask, self._embeddings(view)
+        mask, tokens_AQ = view.attention_mask, self._token_ids(view)
+        embeddings = self._embeddings(view, tokens_AQ)
         output = self._model(
-            **{"input_ids": self._token_ids(view)} if embeddings is None else {"inputs_embeds": embeddings},
+            **{"input_ids": tokens_AQ} if embeddings is None else {"inputs_embeds": embeddings},
             attention_mask=mask.long() if mask is not None and mask.dim() == 2 else mask,
             position_ids=view.position_ids,
             logits_to_keep=logits_to_keep,
