@@ -11,8 +11,10 @@ next forward pass. Stages, each of which needs those before it (`adapter` needs 
     prepare   the model, and GSM8K without the calculator's annotations; 500 training problems are set aside
     twin      fine-tuning on the solutions; learning rate and checkpoint are chosen on the problems set aside
     answers   the twin's own answers to the training problems, greedy and sampled, right or wrong: drafts imitate it
-    drafts    the adapters, for N tokens in a forward pass
+    drafts    the adapters, for N tokens in a forward pass (--recipes: or distilled drafts, or all weights)
     measure   all test problems: right answers, tokens a forward pass, and texts that differ from the twin's
+    constrain the same under a regular expression: any text without #, then #### and a number
+    code      HumanEval's prompts (--human-eval FILE): tokens a forward pass, and texts that differ from the twin's
     speed     tokens per second, against transformers' generate with a static cache
     adapter   the recipe on the untouched SmolLM2, with a small adapter, for any prompt
     draw      the picture of what is measured
@@ -49,13 +51,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from gsm8k import CALCULATOR, last_number, ratio_interval, stated_number, wilson
 
-STAGES = ("prepare", "twin", "answers", "drafts", "measure", "speed", "adapter", "draw")
+STAGES = ("prepare", "twin", "answers", "drafts", "measure", "constrain", "code", "speed", "adapter", "draw")
 # A special token that no chat contains: the vocabulary does not grow, so that its size stays a multiple of 64.
 MASK = "<empty_output>"
 STOPPED = 75  # exit code of a training that is cut off
 START_UP = 60.0  # seconds that a command needs beside its training
 RANK, ADAPTER_RANK, ADAPTER_BYTES = 128, 12, 8_000_000
 ADAPTER_BLOCK = 4
+STATED = r"[^#]*#### -?[0-9]+"  # a text of GSM8K's form
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How drafts are trained: a command of dlm-bridge with its options. `same_text`: the text stays the twin's."""
+
+    label: str
+    command: str
+    options: dict[str, Any]
+    same_text: bool = True
+
+
+ON_MASKS = {"lora-rank": RANK, "lora-mask-only": True}
+RECIPES = {
+    "drafts": Recipe("drafts", "sft", ON_MASKS),
+    "distilled": Recipe("distilled drafts", "distill", ON_MASKS),
+    "whole": Recipe("all weights", "sft", {"auto-balance": True}, same_text=False),
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,8 @@ class Preset:
     draft_steps: int = 800
     adapter_steps: int = 600
     draft_lr: float = 5e-4
+    whole_lr: float = 3e-4  # of all weights
+    recipes: tuple[str, ...] = ("drafts",)
     adapter_lr: float = 1e-3
     own_prompts: int = 6000  # prompts that the model is to write itself
     held_out: int = 200  # of them, and of the problems set aside, for the adapter
@@ -134,6 +157,7 @@ class Work:
     preset: Preset
     given: Path | None  # the published model's folder
     deadline: float
+    human_eval: Path | None = None
 
     @property
     def results(self) -> Path:
@@ -177,9 +201,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="about ten minutes of a GPU")
     parser.add_argument("--blocks", help="N of the drafts, such as 4,8: tokens of a forward pass at most")
     parser.add_argument("--rates", help="learning rates of the twin, such as 1e-4,3e-4")
+    parser.add_argument("--recipes", default="drafts", help=f"of {', '.join(RECIPES)} (default: %(default)s)")
+    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl of the package human-eval")
     for name in ("draft-steps", "adapter-steps", "draft-batch", "batch"):
         parser.add_argument(f"--{name}", type=int, help="the preset's by default")
-    for name in ("draft-lr", "adapter-lr"):
+    for name in ("draft-lr", "whole-lr", "adapter-lr"):
         parser.add_argument(f"--{name}", type=float, help="the preset's by default")
     given = parser.parse_args()
     stages = given.stages.split(",")
@@ -187,9 +213,12 @@ def main() -> int:
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
     changes = {
         name: value
-        for name in ("draft_steps", "adapter_steps", "draft_batch", "batch", "draft_lr", "adapter_lr")
+        for name in ("draft_steps", "adapter_steps", "draft_batch", "batch", "draft_lr", "whole_lr", "adapter_lr")
         if (value := getattr(given, name)) is not None
     }
+    changes["recipes"] = tuple(given.recipes.split(","))
+    if unknown := set(changes["recipes"]) - set(RECIPES):
+        parser.error(f"no such recipe: {', '.join(sorted(unknown))}")
     if given.blocks:
         changes["blocks"] = tuple(map(int, given.blocks.split(",")))
     if given.rates:
@@ -199,7 +228,7 @@ def main() -> int:
     (root / "results").mkdir(parents=True, exist_ok=True)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ.setdefault(name, str(root / "compiled" / name.split("_", maxsplit=1)[0].lower()))
-    work = Work(root, given.data, preset, given.model, time.monotonic() + given.seconds)
+    work = Work(root, given.data, preset, given.model, time.monotonic() + given.seconds, given.human_eval)
     try:
         for stage in (one for one in STAGES if one in stages):
             began = time.monotonic()
@@ -331,65 +360,119 @@ def stage_answers(work: Work) -> None:
 
 
 def stage_drafts(work: Work) -> None:
-    """drafts-N: adapters at masks only, on the twin in the form of N - 1 masks after a token."""
+    """RECIPE-N: adapters at masks only, or all weights, of the twin in the form of N - 1 masks after a token."""
     preset = work.preset
-    for block in preset.blocks:
-        base = converted(work.twin, work.root / f"twin-idlm-{block}", block - 1)
-        options = draft_options(preset, RANK, preset.draft_lr, preset.draft_steps)
-        train(work, f"drafts-{block}", base, work.root / "answers.jsonl", options, saves=4)
+    for recipe in preset.recipes:
+        for block in preset.blocks:
+            base = converted(work.twin, work.root / f"twin-idlm-{block}", block - 1)
+            rate = preset.draft_lr if RECIPES[recipe].same_text else preset.whole_lr
+            options = {**draft_options(preset, rate, preset.draft_steps), **RECIPES[recipe].options}
+            name, data = f"{recipe}-{block}", work.root / "answers.jsonl"
+            train(work, name, base, data, options, saves=4, program=RECIPES[recipe].command)
 
 
 def stage_measure(work: Work) -> None:
     """results/measured-*.json: all test problems."""
     preset, rows = work.preset, conversations(work, "test")
-    prompts, folder = prompts_of(work, rows), work.root / "texts"
     precisions = ("bf16", "fp32") if preset.precision == "bf16" else ("fp32",)
-
-    def twin(precision: str) -> list[dict[str, Any]]:
-        return sample(work, work.twin, prompts, folder / f"twin-{precision}.jsonl", precision, preset.test_batch)
-
-    first = precisions[0]
-    work.kept("measured-twin", lambda: correctness(work, rows, twin(first)))
-    # Drafts for N tokens a pass are also drafts for fewer. The text does not depend on any of this.
-    ways = [(precision, block, block, True) for precision in precisions for block in preset.blocks]
-    ways += [(first, block, block, False) for block in preset.blocks]
-    ways += [(first, preset.blocks[0], fewer, True) for fewer in preset.fewer if fewer < preset.blocks[0]]
-    for precision, block, size, tails in ways:
-        name = f"drafts-{block}-n{size}-{'tails' if tails else 'strided'}-{precision}"
-        own = partial(twin, precision)
-        work.kept(
-            f"measured-{name}", partial(measure, work, block, size, tails, precision, own, folder / f"{name}.jsonl")
-        )
+    first, most = precisions[0], preset.blocks[0]
+    work.kept("measured-twin", lambda: correctness(work, rows, twin_texts(work, first)))
+    for recipe in preset.recipes:
+        # Drafts for N tokens a pass are also drafts for fewer. With an adapter at masks, N does not change the text.
+        ways = [(first, block, block, tails) for block in preset.blocks for tails in (True, False)]
+        ways += [(first, most, fewer, True) for fewer in preset.fewer if fewer < most]
+        if RECIPES[recipe].same_text and len(precisions) > 1:
+            ways += [("fp32", block, block, True) for block in preset.blocks]
+        for precision, block, size, tails in ways:
+            name = f"{recipe}-{block}-n{size}-{'tails' if tails else 'strided'}-{precision}"
+            work.kept(f"measured-{name}", partial(measure, work, name, recipe, block, size, tails, precision))
 
 
-def measure(
-    work: Work,
-    block: int,
-    size: int,
-    tails: bool,
-    precision: str,
-    twin: Callable[[], list[dict[str, Any]]],
-    file: Path,
-) -> dict[str, Any]:
+def twin_texts(work: Work, precision: str) -> list[dict[str, Any]]:
+    """Greedy answers of the twin to the test problems, by transformers' `generate`."""
+    prompts = prompts_of(work, conversations(work, "test"))
+    file = work.root / "texts" / f"twin-{precision}.jsonl"
+    return sample(work, work.twin, prompts, file, precision, work.preset.test_batch)
+
+
+def measure(work: Work, name: str, recipe: str, block: int, size: int, tails: bool, precision: str) -> dict[str, Any]:
     """Figures of the drafts for `block` tokens a pass, used for `size`."""
     rows, settings = conversations(work, "test"), {"mask_tails": tails, "block_length": size}
-    prompts, drafts = prompts_of(work, rows), newest(work, f"drafts-{block}")
-    found = sample(work, drafts, prompts, file, precision, work.preset.test_batch, **settings)
-    own = twin()
-    compared = compare(work, work.twin, prompts, own, found, precision)
-    return {"most": size, "tails": tails, **correctness(work, rows, found, own), **compared}
+    prompts, drafts, file = prompts_of(work, rows), newest(work, f"{recipe}-{block}"), work.root / "texts" / name
+    found = sample(work, drafts, prompts, file.with_suffix(".jsonl"), precision, work.preset.test_batch, **settings)
+    own = twin_texts(work, precision)
+    facts = {"most": size, "tails": tails, "precision": precision, **correctness(work, rows, found, own)}
+    return facts | (compare(work, work.twin, prompts, own, found, precision) if RECIPES[recipe].same_text else {})
+
+
+def stage_constrain(work: Work) -> None:
+    """results/constrained-*.json: the test problems as `measured-*-tails`, each text one of STATED."""
+    rows, block = conversations(work, "test"), work.preset.blocks[0]
+    prompts, precision = prompts_of(work, rows), work.preset.precision
+    settings = {"mask_tails": True, "block_length": block}
+    for recipe in work.preset.recipes:
+        name = f"{recipe}-{block}-n{block}-tails-{precision}"
+
+        def constrained(recipe: str = recipe, name: str = name) -> dict[str, Any]:
+            drafts, file = newest(work, f"{recipe}-{block}"), work.root / "texts" / f"constrained-{name}.jsonl"
+            asked = partial(sample, work, drafts, prompts, precision=precision, batch=work.preset.test_batch)
+            found = asked(file=file, pattern=STATED, **settings)
+            free = asked(file=work.root / "texts" / f"{name}.jsonl", **settings)
+            texts = decode(work, found)
+            valid = sum(re.fullmatch(STATED, text) is not None for text in texts)
+            facts = {"pattern": STATED, "valid": valid, **correctness(work, rows, found, free)}
+            rates = [tokens_per_forward(rows) for rows in (found, free)]
+            right = sum(is_right(text, row) for text, row in zip(decode(work, free), rows, strict=True))
+            return {**facts, "free_right": right, "free_tokens_per_forward": rates[1], "rate": rates[0] / rates[1]}
+
+        work.kept(f"constrained-{name}", constrained)
+
+
+def stage_code(work: Work) -> None:
+    """results/code-*.json: greedy texts to HumanEval's prompts. Nothing is executed."""
+    if work.human_eval is None:
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(work.base)
+    asked = "Complete the following Python function.\n\n{}"
+    prompts = [chat(tokenizer, asked.format(row["prompt"])) for row in read_rows(work.human_eval)]
+    precision = "fp32"  # in bf16, near ties change the text
+    own = sample(work, work.twin, prompts, work.root / "texts" / "code-twin.jsonl", precision, work.preset.test_batch)
+    for recipe in (one for one in work.preset.recipes if RECIPES[one].same_text):
+        for block in work.preset.blocks:
+            name = f"code-{recipe}-{block}"
+
+            def compute(recipe: str = recipe, block: int = block, name: str = name) -> dict[str, Any]:
+                file, settings = work.root / "texts" / f"{name}.jsonl", {"mask_tails": True, "block_length": block}
+                drafts = newest(work, f"{recipe}-{block}")
+                found = sample(work, drafts, prompts, file, precision, work.preset.test_batch, **settings)
+                rate = {"tokens_per_forward": tokens_per_forward(found), "interval": rate_interval(found)}
+                return {**rate, **compare(work, work.twin, prompts, own, found, precision), "machine": machine()}
+
+            work.kept(name, compute)
 
 
 def stage_speed(work: Work) -> None:
     """results/speed-*.json: tokens per second of the same prompts, medians of three after a warm-up."""
     preset, prompts = work.preset, prompts_of(work, conversations(work, "test"))
     ways: list[tuple[str, Path, dict[str, Any]]] = [
-        (f"drafts-{block}-{'tails' if tails else 'strided'}", newest(work, f"drafts-{block}"), {"mask_tails": tails})
+        (
+            f"{recipe}-{block}-{'tails' if tails else 'strided'}",
+            newest(work, f"{recipe}-{block}"),
+            {"mask_tails": tails},
+        )
+        for recipe in preset.recipes
         for block in preset.blocks
         for tails in (True, False)
     ]
     ways += [
-        (f"drafts-{block}-n{size}-tails", newest(work, f"drafts-{block}"), {"mask_tails": True, "block_length": size})
+        (
+            f"{recipe}-{block}-n{size}-tails",
+            newest(work, f"{recipe}-{block}"),
+            {"mask_tails": True, "block_length": size},
+        )
+        for recipe in preset.recipes
         for block in preset.blocks[:1]
         for size in preset.fewer[:1]
         if size < block
@@ -448,7 +531,7 @@ def stage_adapter(work: Work) -> None:
         return write_recorded(work.root / "adapter" / "answers.jsonl", prompts, found, preset.draft_length)
 
     work.kept("adapter-answers", answer)
-    options = draft_options(preset, ADAPTER_RANK, preset.adapter_lr, preset.adapter_steps)
+    options = {**draft_options(preset, preset.adapter_lr, preset.adapter_steps), **ON_MASKS, "lora-rank": ADAPTER_RANK}
     train(work, "adapter-run", base, work.root / "adapter" / "answers.jsonl", options, saves=4)
     folder = work.results / "adapter"
     work.kept("adapter-file", lambda: pack_adapter(newest(work, "adapter-run"), folder, base))
@@ -482,12 +565,10 @@ def stage_draw(work: Work) -> None:
 # ---- Training.
 
 
-def draft_options(preset: Preset, rank: int, rate: float, steps: int) -> dict[str, Any]:
+def draft_options(preset: Preset, rate: float, steps: int) -> dict[str, Any]:
     return {
         "seq-length": preset.draft_length,
         "objective": "idlm",
-        "lora-rank": rank,
-        "lora-mask-only": True,
         "steps": steps,
         "lr": rate,
         "global-batch-size": preset.draft_rows,
@@ -496,7 +577,9 @@ def draft_options(preset: Preset, rank: int, rate: float, steps: int) -> dict[st
     }
 
 
-def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any], saves: int) -> None:
+def train(
+    work: Work, name: str, model: Path, data: Path, options: dict[str, Any], saves: int, program: str = "sft"
+) -> None:
     """`dlm-bridge sft`, or what is left of it. If it fails before its first step, it runs without torch.compile."""
     run, preset = work.root / name, work.preset
     if (work.results / f"{name}.json").exists():
@@ -523,10 +606,10 @@ def train(work: Work, name: str, model: Path, data: Path, options: dict[str, Any
         words += ["--no-compile"] if eager.exists() else []
         for option, value in options.items():
             words += [f"--{option}"] if value is True else [f"--{option}", value]
-        say({"command": " ".join(map(str, ["dlm-bridge", "sft", *words]))})
+        say({"command": " ".join(map(str, ["dlm-bridge", program, *words]))})
         release_model()
         before = len(metrics(run))
-        done = subprocess.run(command("sft", *words), check=False)
+        done = subprocess.run(command(program, *words), check=False)
         if done.returncode == STOPPED:
             raise OutOfTimeError
         if done.returncode == 0:
@@ -646,9 +729,11 @@ def sample(
     file: Path,
     precision: str,
     batch: int,
+    pattern: str | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Texts for the prompts, greedy unless the settings say otherwise: tokens, reason of the end, forward passes.
+    Each is one of the regular expression `pattern`, if it is given.
 
     Rows go to `file` as they end; those that it has are not sampled again."""
     from dlm_bridge.generation.offline import PromptSampler
@@ -665,7 +750,15 @@ def sample(
             if own["block_length"] is None:  # the model's
                 del own["block_length"]
         began, before = time.monotonic(), len(done)
-        sampler = PromptSampler(loaded.model, loaded.tokenizer, prompts, own, batch, skip=set(done))
+        bound: list[Any] = []
+        if pattern is not None:
+            from dlm_bridge.generation.offline import compile_constraint
+            from dlm_bridge.structured.constraint import Constraint
+
+            arguments = ("", prompts[0], own)
+            one = compile_constraint(loaded.model, loaded.tokenizer, Constraint.regex(pattern), *arguments)
+            bound = [one] * len(prompts)
+        sampler = PromptSampler(loaded.model, loaded.tokenizer, prompts, own, batch, skip=set(done), constraints=bound)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as lines:
             for event in sampler:
@@ -947,9 +1040,9 @@ def draw(results: Path, file: Path) -> None:
         rate = facts["tokens_per_forward"]
         left, right = facts["tokens_per_forward_interval"] or (rate, rate)
         name = path.stem.removeprefix("measured-")
-        if drafts := re.fullmatch(r"drafts-(\d+)-n(\d+)-(tails|strided)-(bf16|fp32)", name):
-            block, size, layout, _ = drafts.groups()
-            name = f"drafts, N = {size}" + f" (trained for {block})" * (block != size)
+        if drafts := re.fullmatch(r"(\w+)-(\d+)-n(\d+)-(tails|strided)-(bf16|fp32)", name):
+            recipe, block, size, layout, _ = drafts.groups()
+            name = f"{RECIPES[recipe].label}, N = {size}" + f" (trained for {block})" * (block != size)
             name += " and mask tails" * (layout == "tails")
         axes.errorbar(
             [rate],

@@ -62,9 +62,11 @@ def test_from_data_to_figures(tmp_path: Path) -> None:
             {"question": f"{n} and {n}?", "answer": f"<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(count)
         ]
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "code.jsonl").write_text(json.dumps({"prompt": "def double(n):"}) + "\n")
 
     def call(*more: str) -> list[dict[str, Any]]:
         options = ["--preset", "cpu", "--model", model, "--data", data, "--output", output, *more]
+        options += ["--recipes", ",".join(adapt.RECIPES), "--human-eval", data / "code.jsonl"]
         done = subprocess.run(
             [sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False, timeout=600
         )
@@ -85,12 +87,17 @@ def test_from_data_to_figures(tmp_path: Path) -> None:
     assert conversations[3]["messages"][1]["content"] == "6\n#### 6"  # without the calculator's annotation
     for block in (4, 8):
         tails, strided = (results[f"measured-drafts-{block}-n{block}-{how}-fp32"] for how in ("tails", "strided"))
-        for found in (tails, strided):
+        distilled = results[f"measured-distilled-{block}-n{block}-tails-fp32"]
+        for found in (tails, strided, distilled):
             assert found["identical"] == found["of"] == 4
             assert found["right"] == results["measured-twin"]["right"]
+        assert "identical" not in results[f"measured-whole-{block}-n{block}-tails-fp32"]  # its text is its own
+        assert results[f"code-drafts-{block}"]["identical"] == 1
         assert tails["tokens_per_forward"] >= strided["tokens_per_forward"]
         assert results[f"drafts-{block}"]["steps"] == 4
     assert results["measured-drafts-8-n3-tails-fp32"]["identical"] == 4
+    for recipe in adapt.RECIPES:
+        assert results[f"constrained-{recipe}-8-n8-tails-fp32"]["valid"] == 4
     assert results["speed-2-drafts-4-tails"]["tokens_per_s"] > 0
     assert "absent" in results["speed-1-vllm"] or results["speed-1-vllm"]["tokens_per_s"] > 0
     for how in ("tails", "strided"):
