@@ -24,6 +24,9 @@ from tests.processes import free_port
 DAEMON_S = 30.0  # for daemons to find each other
 PROGRAM = ("python", "-m", "tests.nodes.worker", "0.3")  # whose steps take that long
 STOPPED = 75
+# From the end of a job to its next start. The end revokes the job's credentials up to that second. slurmd refuses a
+# start within it ("Job 1 already killed, do not launch batch job"), and slurmctld takes the job for failed.
+RESTART_S = 3
 NODE_DOWN_S = 30  # after which a node that does not answer is down
 COMMON = """\
 ClusterName=one
@@ -117,12 +120,15 @@ class Cluster:
     def wait_for_restart(self, job: int, number: int = 1, hurry: bool = True, timeout_s: float = 300.0) -> None:
         """Until the job runs again for the nth time, or has run; in a hurry without the two minutes that it would
         wait. After the loss of a node Slurm needs them: sooner it takes the new start for the old one."""
+        hurried = not hurry
 
         def again() -> bool:
+            nonlocal hurried
             shown = self.show(job)
-            if shown["JobState"] == "PENDING" and hurry and self._idle():  # not while the last start ends
+            if shown["JobState"] == "PENDING" and not hurried and self._idle():  # not while the last start ends
                 with suppress(AssertionError, subprocess.CalledProcessError):  # it starts, or still completes
-                    self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+                    self.run("scontrol", "update", f"JobId={job}", f"StartTime=now+{RESTART_S}")
+                    hurried = True  # another update would put the start off
             return int(shown["Restarts"]) >= number and shown["JobState"] not in ("PENDING", "COMPLETING")
 
         wait_for(again, timeout_s, lambda: f"{self.show(job)}\n{self.log(job)[-5000:]}")
