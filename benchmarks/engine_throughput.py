@@ -34,6 +34,7 @@ import os
 import random
 import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,6 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.check_engine import request, running  # noqa: E402
 
-PORT = 30477
 LONG_ROWS = 16  # at the most, in the case of long prompts
 # Runs SGLang's client for each line of arguments: its imports take longer than most cases.
 PEER_CLIENT = """
@@ -84,6 +84,9 @@ def main() -> None:
     if not options.engine and options.only != "ours":
         parser.error("the engine's command is missing: -- python -m sglang.launch_server ...")
     options.output.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        options.port = free.getsockname()[1]
     cases = [(rows, options.prompt_tokens) for rows in options.rows]
     if options.long_prompt:
         cases.append((min(max(options.rows), LONG_ROWS), options.long_prompt))
@@ -142,7 +145,7 @@ def write_words(folder: Path, size: int) -> None:
 
 def our_server(options: argparse.Namespace, folder: Path, cases: list[Case]) -> list[str]:
     rows, longest = (max(case[number] for case in cases) for number in (0, 1))
-    command = [sys.executable, "-m", "dlm_bridge.cli", "serve", str(folder), "--port", str(PORT)]
+    command = [sys.executable, "-m", "dlm_bridge.cli", "serve", str(folder), "--port", str(options.port)]
     command += [
         "--batch-size",
         str(rows),
@@ -162,7 +165,7 @@ def our_server(options: argparse.Namespace, folder: Path, cases: list[Case]) -> 
 
 def engine_server(options: argparse.Namespace, folder: Path) -> list[str]:
     command = [*options.engine, "--model-path", str(folder), "--trust-remote-code", "--dtype", "bfloat16"]
-    command += ["--max-running-requests", str(max(options.rows)), "--host", "127.0.0.1", "--port", str(PORT)]
+    command += ["--max-running-requests", str(max(options.rows)), "--host", "127.0.0.1", "--port", str(options.port)]
     return [*command, "--skip-server-warmup"]
 
 
@@ -171,7 +174,7 @@ def measure(options: argparse.Namespace, way: str, command: list[str], cases: li
     missing = [case for case in cases if not found(options, way, case)]
     if not missing:
         return
-    url = f"http://127.0.0.1:{PORT}"
+    url = f"http://127.0.0.1:{options.port}"
     with running(command, url, options.timeout, options.output / f"{way}.log") as name:
         body = {"model": name, "prompt": "w1 w2 w3", "max_tokens": options.new_tokens, "ignore_eos": True}
         tokens = request(f"{url}/v1/completions", body | {"temperature": 0})["usage"]["completion_tokens"]
