@@ -138,8 +138,11 @@ SLOW = (
     ),
     Case(
         "engine_throughput.py",
-        "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 --only ours --execution eager",
-        (r'^{"way": "ours".*"tokens_per_s": ',),
+        "--output {out} --size sdar-tiny --rows 2 --prompt-tokens 6 --long-prompt 20 --new-tokens 8 --only ours",
+        tuple(
+            rf'^{{"way": "ours", .*"rows": 2, "prompt_tokens": {size}, .*"tokens_per_s": {NUMBER}, "first_token_ms": '
+            for size in (6, 20)
+        ),
     ),
     Case(
         "structured_overhead.py", "--device cpu --tiny --states 10 --rows 1 2 --new-tokens 32",
@@ -221,7 +224,7 @@ PEERS = (
     ),
     ("preprocess.py", "--megabytes 0.3 --rounds 1 --workers 2 --megatron-lm", "MEGATRON_LM", ""),
     (
-        "engine_throughput.py", "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 --execution eager -- "
+        "engine_throughput.py", "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 -- "
         "python -m sglang.launch_server --dllm-algorithm LowConfidence --model-path", "", "sglang",
     ),
     ("layouts/one_step.py", "--smoke --output {out}/smoke", "", "transformer_engine"),
