@@ -23,7 +23,7 @@ from dlm_bridge import terminal
 from dlm_bridge.cli.generate_request import GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
+from dlm_bridge.errors import DlmBridgeError, InputFileError, RowError, SettingError, counted
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
@@ -65,6 +65,9 @@ def run(request: GenerateOptions) -> None:
     prompts = []
     if request.jsonl is not None:
         prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.chat_template_args)
+        if empty := next((each for each in prompts if each.text == "" and not request.unconditional), None):
+            reason = f"'{request.field}' is empty: give a text, or set `unconditional` to sample without a prompt"
+            raise InputFileError(empty.where, reason)
     constraint = _constraint(request)
     placement = Placement.of(request.loading, replicated=request.jsonl is not None)
     with process_group_ends():
@@ -88,7 +91,7 @@ def _sample_one(
     displays: Mapping[str, Callable[..., Any]],
     constraint: Any,
 ) -> None:
-    text = str(request.prompt)
+    text = request.prompt or ""
     prompt = as_message(text, request.system, request.chat_template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     check_prompts(loaded.model, [("prompt", ids)], settings, FILL)

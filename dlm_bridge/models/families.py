@@ -254,11 +254,11 @@ def _by_architecture() -> dict[str, FamilySpec]:
 
 def family_by_name(name: str) -> FamilySpec:
     """The family of this name. Raises SettingError with the known names."""
-    for spec in families():
-        if spec.name == name:
-            return spec
-    known = [spec.name for spec in families() if not spec.derived_from]
-    check_choice("family", name, known, ", or a target of convert-to-dlm")
+    named = {spec.name: spec for spec in families()}
+    if name not in named:
+        known = [spec.name for spec in families() if not spec.derived_from]
+        check_choice("family", name, known, ", or a target of convert-to-dlm")
+    return named[name]
 
 
 def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
@@ -292,7 +292,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"
     else:
         named = f"unknown architecture {architectures[0]}"
-    hint = nearest(*architectures[:1] or [""], known, f"known are {', '.join(published)}")
+    hint = nearest((architectures or [""])[0], known, f"known are {', '.join(published)}")
     raise CheckpointError(where, f"{named}: {hint}, or set `family`")
 
 

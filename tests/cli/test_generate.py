@@ -632,7 +632,10 @@ def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], field: 
     [
         (["--prompt", "x", "--steps", "4"], "--steps", "Qwen3ForCausalLM"),
         (["--prompt", "x", "--set", "nonsense=1"], "nonsense", "generate"),
-        (["--prompt", ""], "--prompt", "one token"),
+        (["--prompt", ""], "--prompt", "--unconditional"),
+        (["--unconditional"], "prompt", "one token"),
+        (["--unconditional", "--prompt", "x"], "--unconditional", "--prompt"),
+        (["--unconditional", "--chat"], "--unconditional", "--chat"),
         (["--prompt", "x", "--gen-length", "500"], "--prompt", "128"),
         (["--prompt", "x", "--set", "do_sample=False", "--temperature", "0.7"], "do_sample", "--temperature 0.7"),
     ],
@@ -720,3 +723,18 @@ def test_what_is_no_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
     assert "GPT2LMHeadModel" in said(bert)
     (bert / "config.json").write_text(json.dumps({"architectures": ["LLaDAModelLM"], "model_type": "llada"}))
     assert "no weights there" in said(bert)
+
+
+def test_a_file_with_an_empty_prompt_is_refused_unless_it_is_wanted(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    short = ("--gen-length", 4, "--steps", 1, "--block-length", 4)
+    code, _, err = cli(llada, "--jsonl", source, *short)
+    assert code == 2
+    assert err.startswith(f"dlm-bridge: {source}:2: ")
+    assert "--unconditional" in err
+    code, out, _ = cli(llada, "--jsonl", source, "--unconditional", *short)
+    assert code == 0
+    assert len(out.splitlines()) == 2
+    code, out, _ = cli(llada, "--unconditional", *short)
+    assert code == 0
