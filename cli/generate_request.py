@@ -27,6 +27,7 @@ Set = Annotated[
     list[str],
     typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
 ]
+EMPTY = "is empty: give a text, or set `unconditional` to sample without a prompt"
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -79,7 +80,7 @@ class GenerateOptions:
         if self.prompt is None and self.jsonl is None and not self.unconditional:
             raise SettingError("prompt", "is missing: give a text, or a file of prompts with `jsonl`")
         if self.prompt == "" and not self.chat:
-            raise SettingError("prompt", "is empty: give a text, or set `unconditional` to sample without a prompt")
+            raise SettingError("prompt", EMPTY)
         if self.chat and self.prompt is not None and not self.prompt.strip():
             raise SettingError("prompt", "is empty: with `chat` it is a user's message")
         if self.jsonl is not None:

@@ -20,10 +20,10 @@ from rich.progress import Progress
 from transformers.utils import logging
 
 from dlm_bridge import terminal
-from dlm_bridge.cli.generate_request import GenerateOptions
+from dlm_bridge.cli.generate_request import EMPTY, GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, InputFileError, RowError, SettingError, counted
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
@@ -65,9 +65,6 @@ def run(request: GenerateOptions) -> None:
     prompts = []
     if request.jsonl is not None:
         prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.chat_template_args)
-        if empty := next((each for each in prompts if each.text == "" and not request.unconditional), None):
-            reason = f"'{request.field}' is empty: give a text, or set `unconditional` to sample without a prompt"
-            raise InputFileError(empty.where, reason)
     constraint = _constraint(request)
     placement = Placement.of(request.loading, replicated=request.jsonl is not None)
     with process_group_ends():
@@ -219,6 +216,9 @@ def _encoded(
     constraints of the valid ones: the row's own, else `constraint`; empty if none has one."""
     encoded, failed, infill = [], {}, _infills(loaded, settings)
     for prompt in prompts:
+        if prompt.text == "" and not request.unconditional:
+            failed[prompt.where] = EMPTY
+            continue
         try:
             encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, infill)))
         except DlmBridgeError as error:

@@ -186,8 +186,11 @@ class ModelCommand(Command):
 def _refuse_text(option: Any, words: Sequence[str], reason: str) -> None:
     """Raise SettingError if `option`, a number, was refused for a value in `words`. The reason contains the value,
     which `reason`, the message of Typer, does not in newer versions."""
-    number = {"INT": int, "FLOAT": float}.get(option is not None and _type_name(option))
-    for _, text in split_option(words, option.opts)[1][-1:] if number else ():
+    kinds: dict[str, Callable[[str], float]] = {"INT": int, "FLOAT": float}
+    number = kinds.get(_type_name(option)) if option is not None else None
+    if number is None:
+        return
+    for _, text in split_option(words, option.opts)[1][-1:]:
         try:
             number(text)
             wanted = f"{text}: {reason}"  # out of range
