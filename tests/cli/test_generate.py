@@ -633,7 +633,7 @@ def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], field: 
         (["--prompt", "x", "--steps", "4"], "--steps", "Qwen3ForCausalLM"),
         (["--prompt", "x", "--set", "nonsense=1"], "nonsense", "generate"),
         (["--prompt", ""], "--prompt", "--unconditional"),
-        (["--unconditional"], "prompt", "one token"),
+        (["--unconditional"], "--prompt", "one token"),
         (["--unconditional", "--prompt", "x"], "--unconditional", "--prompt"),
         (["--unconditional", "--chat"], "--unconditional", "--chat"),
         (["--prompt", "x", "--gen-length", "500"], "--prompt", "128"),
