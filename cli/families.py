@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.settings import nearest
 
 if TYPE_CHECKING:
     from dlm_bridge.models.families import FamilySpec
@@ -100,9 +100,8 @@ def _show_family(name: str, as_json: bool) -> None:
     if not specs and reason is None:
         words = [word for spec in registry.families() for word in _names(spec)] + list(registry.UNSUPPORTED)
         spelled = {word.lower(): word for word in words}
-        near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.5)
-        hint = f"the nearest is {spelled[near[0]]}; " if near else ""
-        raise SettingError("name", f"{name!r} is unknown: {hint}without a name all are listed")
+        hint = nearest(name.lower(), spelled, "there is no similar name", cutoff=0.5, shown=spelled)
+        raise SettingError("name", f"{name!r} is unknown: {hint}; without a name all are listed")
     rows = [_row(spec) for spec in specs]
     if as_json:
         unsupported = {} if reason is None else {reason: registry.UNSUPPORTED[reason]}

@@ -27,6 +27,7 @@ Set = Annotated[
     list[str],
     typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
 ]
+EMPTY = "is empty: give a text, or set `unconditional` to sample without a prompt"
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -37,7 +38,10 @@ class GenerateOptions:
     model: str
     settings: dict[str, Any]
     loading: LoadingOptions = field(default_factory=LoadingOptions)
-    prompt: str | None = common_option(None, "The prompt; '' for a text without one.", metavar="TEXT")
+    prompt: str | None = common_option(None, "The prompt.", metavar="TEXT")
+    unconditional: bool = common_option(
+        False, "Sample without a prompt; with --jsonl, allow rows whose prompt is empty.", negative=None
+    )
     chat: bool = common_option(False, "Format the prompt as a user message with the chat template.", negative=None)
     system: str | None = common_option(None, "With --chat: system message.", metavar="TEXT")
     chat_template_args: dict[str, Any] = common_option(
@@ -71,8 +75,12 @@ class GenerateOptions:
 
     def check(self) -> None:
         """Raise SettingError for options that contradict each other."""
-        if self.prompt is None and self.jsonl is None:
-            raise SettingError("prompt", "is needed, or a file of prompts: set `prompt` or `jsonl`")
+        if self.unconditional and (self.prompt is not None or self.chat or self.settings.get("infill")):
+            raise SettingError("unconditional", "excludes `prompt`, `chat` and `infill`: remove it, or these")
+        if self.prompt is None and self.jsonl is None and not self.unconditional:
+            raise SettingError("prompt", "is missing: give a text, or a file of prompts with `jsonl`")
+        if self.prompt == "" and not self.chat:
+            raise SettingError("prompt", EMPTY)
         if self.chat and self.prompt is not None and not self.prompt.strip():
             raise SettingError("prompt", "is empty: with `chat` it is a user's message")
         if self.jsonl is not None:

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from transformers.utils import logging
 
 from dlm_bridge import terminal
-from dlm_bridge.cli.generate_request import GenerateOptions
+from dlm_bridge.cli.generate_request import EMPTY, GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
@@ -88,7 +88,7 @@ def _sample_one(
     displays: Mapping[str, Callable[..., Any]],
     constraint: Any,
 ) -> None:
-    text = str(request.prompt)
+    text = request.prompt or ""
     prompt = as_message(text, request.system, request.chat_template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     check_prompts(loaded.model, [("prompt", ids)], settings, FILL)
@@ -216,6 +216,9 @@ def _encoded(
     constraints of the valid ones: the row's own, else `constraint`; empty if none has one."""
     encoded, failed, infill = [], {}, _infills(loaded, settings)
     for prompt in prompts:
+        if prompt.text == "" and not request.unconditional:
+            failed[prompt.where] = EMPTY
+            continue
         try:
             encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, infill)))
         except DlmBridgeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -16,7 +15,7 @@ from typer.core import TyperCommand
 
 from dlm_bridge import terminal
 from dlm_bridge.errors import ChangedTensorsError, CheckpointError, DlmBridgeError, SettingError
-from dlm_bridge.settings import Option, options_of
+from dlm_bridge.settings import Option, kind_text, nearest, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,8 +96,11 @@ class Command(TyperCommand):
                     (one, a), (other, b) = list(given.items())[:2]
                     raise SettingError(option.name, f"has two values, {one} {a} and {other} {b}: give one of them")
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [*args])  # which empties the list
         except UsageError as error:
+            if error.ctx is None:  # type: ignore[attr-defined]
+                error.ctx = ctx  # type: ignore[attr-defined]
+            _refuse_text(getattr(error, "param", None), args, error.message)  # type: ignore[attr-defined]
             if hasattr(error, "possibilities"):  # an unknown option
                 answer = self.answer(error.option_name)  # type: ignore[attr-defined]
                 error.possibilities = None
@@ -107,8 +109,7 @@ class Command(TyperCommand):
 
     def answer(self, word: str) -> str:
         """Hint at the option that an unknown one may mean, or an empty text."""
-        near = difflib.get_close_matches(word, self.flags, n=1)
-        return f"the nearest is {near[0]}" if near else ""
+        return nearest(word, self.flags)
 
     @property
     def flags(self) -> list[str]:
@@ -180,6 +181,22 @@ class ModelCommand(Command):
                 raise error from None
             refuse_two("model", [str(ctx.params[self.model.name]), *models])
             return parsed
+
+
+def _refuse_text(option: Any, words: Sequence[str], reason: str) -> None:
+    """Raise SettingError if `option`, a number, was refused for a value in `words`. The reason contains the value,
+    which `reason`, the message of Typer, does not in newer versions."""
+    kinds: dict[str, Callable[[str], float]] = {"INT": int, "FLOAT": float}
+    number = kinds.get(_type_name(option)) if option is not None else None
+    if number is None:
+        return
+    for _, text in split_option(words, option.opts)[1][-1:]:
+        try:
+            number(text)
+            wanted = f"{text}: {reason}"  # out of range
+        except ValueError:
+            wanted = f"must be {kind_text(number)}, not {text!r}"
+        raise SettingError(option.name, reason if text in reason else wanted) from None
 
 
 def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -294,6 +311,10 @@ def _kind_of_value(option: Any) -> str | None:
         return None
     if option.metavar:
         return option.metavar
+    return _type_name(option)
+
+
+def _type_name(option: Any) -> str:
     described = getattr(option, "type_descriptor", None)  # newer versions of Typer; older ones have click's type
     kind = option.type.name if described is None else getattr(described.annotation, "__name__", "text")
     return {"integer": "INT", "str": "TEXT"}.get(kind, kind.upper())
@@ -431,12 +452,12 @@ def _whole_number(option: Option) -> Callable[[str], int]:
     """Parser of a whole number, whose errors include the option's refusals."""
 
     def whole_number(text: str) -> int:
+        if text in option.refusals:
+            raise typer.BadParameter(f"{text!r}: {option.refusals[text]}")
         try:
             return int(text)
         except ValueError:
-            if text in option.refusals:
-                raise typer.BadParameter(f"{text!r}: {option.refusals[text]}") from None
-            raise typer.BadParameter(f"{text!r} is not a whole number") from None
+            raise typer.BadParameter(f"must be a whole number, not {text!r}") from None
 
     return whole_number
 

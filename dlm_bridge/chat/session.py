@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.console import Console
 from dlm_bridge.cli.generate_request import parse_settings
 from dlm_bridge.errors import DlmBridgeError, InputFileError, NonFiniteError, RowError, SettingError, printable
 from dlm_bridge.files.atomic import atomic_file
+from dlm_bridge.settings import nearest
 
 Message = dict[str, str]
 DEFAULT = "default"  # value of /set that removes a setting
@@ -97,8 +97,8 @@ class Session:
         """Run a line that begins with a slash. Raises SettingError for an unknown command."""
         word, _, rest = line.strip().partition(" ")
         if word not in self._commands:
-            near = difflib.get_close_matches(word, self._commands, n=1) or ["/help"]
-            raise SettingError(word, f"is not a command: the nearest is {near[0]}; a message may begin with a blank")
+            hint = nearest(word, self._commands, "/help lists the commands")
+            raise SettingError(word, f"is unknown: {hint}; a message may begin with a blank")
         self._commands[word](rest.strip())
 
     def help(self, _: str) -> None:

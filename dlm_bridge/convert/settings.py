@@ -4,7 +4,6 @@ keyword argument of `Bridge`."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.dtypes import check_dtype, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-from dlm_bridge.settings import QUANTIZE, check_minimum, check_values, option, options_of
+from dlm_bridge.settings import QUANTIZE, check_minimum, check_values, nearest, option, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -329,8 +328,7 @@ def settings_from(cls: type[S], **values: Any) -> S:
                 raise SettingError(aliases[name], f"is given twice, also as `{name}`")
             values[aliases[name]] = values.pop(name)
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise SettingError(name, f"is not a setting of this conversion: the nearest is `{near}`")
+            raise SettingError(name, f"is unknown: {nearest(name, known, cutoff=0, mark='`')}")
     return cls(**values)
 
 

@@ -460,7 +460,11 @@ def run_tasks(
                 f"{unsafe[0]} executes code written by the model: use a container, and set it",
             )
         if options.chat and opened.tokenizer.chat_template is None:
-            raise SettingError("chat", "the tokenizer has no chat template: set `tokenizer` to one that has")
+            raise SettingError(
+                "chat",
+                "the tokenizer has no chat template, as base models have none: evaluate without `chat`, or add the "
+                "template that the model was trained with to its folder, as chat_template.jinja",
+            )
         greedy_tasks = frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
         asked = _harness_model(opened, options, replicas.broadcast(greedy_tasks), replicas, finished)
         with (

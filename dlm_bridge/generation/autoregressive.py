@@ -6,7 +6,6 @@ depend on the other rows.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from dlm_bridge.generation.prompts import check_vocabulary
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
 from dlm_bridge.generation.token_sampling import MIN_TEMPERATURE, Noise, draw_token, drawn_seeds, shared_seed
+from dlm_bridge.settings import nearest
 
 MISSING = torch.iinfo(torch.long).max  # in place of a column
 NEW_TOKENS = 128  # default for autoregressive models
@@ -345,9 +345,8 @@ def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0)
                 name, f"is a setting of diffusion samplers, {type(model).__name__} is autoregressive: remove it"
             )
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f": the nearest is `{near[0]}`" if near else ""
-            raise SettingError(name, f"transformers' generate does not have it{hint}")
+            hint = nearest(name, known, "transformers' generate does not have it", mark="`")
+            raise SettingError(name, f"is unknown: {hint}")
     stored = model.generation_config
     if "max_new_tokens" not in given and "max_length" not in given:
         usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens

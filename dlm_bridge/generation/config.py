@@ -6,7 +6,6 @@ Also the checks of names and values that need no model.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.options import GENERAL, check_value, is_token_ids
 from dlm_bridge.generation.samplers import SAMPLERS, Sampler
 from dlm_bridge.registration import absent
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, check_choice
 
 # Unset in the file, so that transformers' text-generation pipeline does not fill them with its own defaults.
 PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")
@@ -226,14 +225,9 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
         else:
             check_value(name, GENERAL.get(name) or TRANSFORMERS_SETTINGS.get(name), value, where)
     algorithm = values.get("algorithm")
-    if algorithm is not None and algorithm not in SAMPLERS:
-        names = difflib.get_close_matches(str(algorithm), SAMPLERS, n=1)
-        near = "".join(f", the nearest is {name}" for name in names)
-        raise SettingError(
-            "algorithm",
-            f"{algorithm!r} is unknown{near}: choose one of {', '.join(SAMPLERS)}; "
-            f"register_sampler adds others, before the model is loaded{where}{absent()}",
-        )
+    if algorithm is not None:
+        more = f"; register_sampler adds others, before the model is loaded{where}{absent()}"
+        check_choice("algorithm", algorithm, SAMPLERS, more)
     for alias, name in _name_pairs(SAMPLERS.values() if algorithm is None else [SAMPLERS[algorithm]]):
         _refuse_conflict(alias, values.get(alias), name, values.get(name))
     eos_token_ids(values.get("eos_token_id"))

@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass
 from typing import Any, Literal, get_args
 
 from dlm_bridge.errors import SettingError
-from dlm_bridge.settings import Option, common_option, in_range, option, options_of, range_text
+from dlm_bridge.settings import Option, common_option, in_range, option, options_of, requirement
 
 CacheMode = Literal["none", "prefix", "dual", "block"]
 Execution = Literal["eager", "graph", "compiled"]
@@ -112,23 +112,6 @@ def accepts(declared: Option, value: Any) -> bool:
         return True
     is_number = _is_integer(value) or ("float" in kind and isinstance(value, float))
     return is_number and in_range(declared, value)
-
-
-def requirement(declared: Option) -> str:
-    """Description of valid values, which completes "must be ..."."""
-    if declared.choices:
-        return f"one of {', '.join(declared.choices)}"
-    kind = str(declared.type)
-    for part, words in {
-        "str": "a name",
-        "tuple[int": "a list of token ids",
-        "list[int": "a whole number or a list of them",
-        "bool": "True or False",
-    }.items():
-        if part in kind:
-            return words
-    number, bounds = "a number" if "float" in kind else "a whole number", range_text(declared)
-    return number if bounds == "a finite number" else f"{number} {bounds}"
 
 
 def check_value(name: str, declared: Option | None, value: Any, where: str = "") -> None:

@@ -80,7 +80,10 @@ def render_chat(
     generation prompt, the last message stays open. Raises CheckpointError or InputFileError, see `encode_chat`."""
     if tokenizer.chat_template is None:
         raise CheckpointError(
-            name, "the tokenizer has no chat template, which messages and `chat` need: set `tokenizer` to another one"
+            name,
+            "the tokenizer has no chat template, as base models have none: `dlm-bridge generate` continues texts, and "
+            "`dlm-bridge sft` with `chat_template` trains a chat model. A template that the model was trained with "
+            "belongs into its folder, as chat_template.jinja",
         )
     try:
         text = tokenizer.apply_chat_template(
@@ -216,6 +219,8 @@ def _prompt(
         text = row[key]
         if not isinstance(text, str):
             raise InputFileError(where, f"'{key}' must be a text, not {type(text).__name__}")
+        if chat and not text.strip():
+            raise InputFileError(where, f"'{key}' is empty: with `chat` it is a user's message")
         message = as_message(text, system, template_args) if chat else WrittenPrompt(text=text)
         return replace(message, row={**row, "prompt": text}, where=where)
     messages = row.get("messages")

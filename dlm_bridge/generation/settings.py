@@ -3,7 +3,6 @@ sampler."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import weakref
@@ -36,6 +35,7 @@ from dlm_bridge.generation.stopping import check_stop_strings
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.registry import noise_process
+from dlm_bridge.settings import nearest
 
 logger = logging.get_logger(__name__)
 
@@ -495,10 +495,9 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) 
     known |= {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             has = f"the {kind.name} sampler has {', '.join(kind.parameters())}"
-            hint = f"the nearest is `{near[0]}`" if near else has
-            raise SettingError(name, f"is unknown ({where}): {ALTERNATIVES.get(name, hint)}")
+            hint = ALTERNATIVES.get(name) or nearest(name, known, has, mark="`")
+            raise SettingError(name, f"is unknown ({where}): {hint}")
 
 
 def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[Sampler]) -> None:

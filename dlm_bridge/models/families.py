@@ -5,7 +5,6 @@ Nothing here loads a model. Specs are imported when the table is first read.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import json
@@ -17,10 +16,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlm_bridge.errors import CheckpointError, MissingExtraError, SettingError
+from dlm_bridge.errors import CheckpointError, MissingExtraError
 from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.initialisation import InitialisationRule, initialise, normal_rule
 from dlm_bridge.registration import load_entry_points
+from dlm_bridge.settings import check_choice, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -254,11 +254,11 @@ def _by_architecture() -> dict[str, FamilySpec]:
 
 def family_by_name(name: str) -> FamilySpec:
     """The family of this name. Raises SettingError with the known names."""
-    for spec in families():
-        if spec.name == name:
-            return spec
-    known = ", ".join(spec.name for spec in families() if not spec.derived_from)
-    raise SettingError("family", f"'{name}' is unknown: known are {known}, and the targets of convert-to-dlm")
+    named = {spec.name: spec for spec in families()}
+    if name not in named:
+        known = [spec.name for spec in families() if not spec.derived_from]
+        check_choice("family", name, known, ", or a target of convert-to-dlm")
+    return named[name]
 
 
 def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
@@ -290,11 +290,10 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     published = [architecture for architecture, spec in known.items() if not spec.derived_from]
     if not architectures:
         named = f"no 'architectures' (model_type {config.get('model_type')!r})"
-        near = published
     else:
         named = f"unknown architecture {architectures[0]}"
-        near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or published
-    raise CheckpointError(where, f"{named}; known are {', '.join(near)}, or set `family`")
+    hint = nearest((architectures or [""])[0], known, f"known are {', '.join(published)}")
+    raise CheckpointError(where, f"{named}: {hint}, or set `family`")
 
 
 def class_names(config: MappingABC[str, Any], where: str) -> list[str]:

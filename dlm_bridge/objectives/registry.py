@@ -37,6 +37,7 @@ from dlm_bridge.objectives.two_streams import (
     WeDLMDiffusion,
 )
 from dlm_bridge.registration import absent, load, load_entry_points, registered
+from dlm_bridge.settings import check_choice
 
 ENTRY_POINTS = "dlm_bridge.objectives"
 logger = logging.getLogger(__name__)
@@ -121,9 +122,7 @@ def objectives() -> Mapping[str, ObjectiveSpec]:
 
 def find_objective(name: str) -> ObjectiveSpec:
     """Return the objective of a name. Raises SettingError for an unknown name."""
-    if name not in objectives():
-        known = ", ".join(objectives())
-        raise SettingError("objective", f"{name!r} is unknown: choose one of {known}{absent()}")
+    check_choice("objective", name, objectives(), absent())
     return objectives()[name]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.settings import check_choice
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,6 @@ def find_gpu(name: str) -> Hardware:
     word = name.upper().removeprefix("NVIDIA").strip(" -_").replace(" ", "-").replace("_", "-")
     if word.removesuffix("-80GB") in GPUS:
         word = word.removesuffix("-80GB")
-    if word not in GPUS:
-        near = difflib.get_close_matches(word, GPUS, n=1, cutoff=0.5)
-        hint = f"the nearest is {near[0]}; " if near else ""
-        raise SettingError(
-            "gpu",
-            f"{name!r} is unknown: {hint}choose one of {', '.join(GPUS)}, or describe another with `gpu_memory`, "
-            "`gpu_tflops`, `memory_bandwidth`, `nvlink` and `network`",
-        )
+    others = "`gpu_memory`, `gpu_tflops`, `memory_bandwidth`, `nvlink` and `network`"
+    check_choice("gpu", word if word in GPUS else name.upper(), GPUS, f", or describe another with {others}")
     return GPUS[word]

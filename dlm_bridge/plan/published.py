@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.hub import HUB_ID
 from dlm_bridge.plan.model import PlannedModel, model_of, open_model
+from dlm_bridge.settings import nearest
 
 TABLE = Path(__file__).with_name("published.yaml")
 
@@ -27,10 +27,9 @@ def find_model(name: str, revision: str | None = None, family: str | None = None
     try:
         return open_model(name, revision, family)
     except CheckpointError as error:
-        near = difflib.get_close_matches(name.lower(), _by_word(), n=1, cutoff=0.8)
-        if not near or Path(name).expanduser().exists():
+        hint = nearest(name.lower(), _by_word(), cutoff=0.8, shown=_by_word())
+        if not hint or Path(name).expanduser().exists():
             raise
-        hint = f"the nearest published model is {_by_word()[near[0]]}"
         if HUB_ID.fullmatch(name):
             raise CheckpointError(error.field, f"{error.reason}; {hint}") from None
         raise CheckpointError(name, f"no such folder, and not a Hub id (owner/name): {hint}") from None

@@ -228,6 +228,11 @@ class ServedModel:
                 before = encode_text(tokenizer, one.prefix, max_chars=self.max_chars)
                 after = encode_text(tokenizer, one.suffix, max_chars=self.max_chars, begins=False)
                 yield [*before, *[MASK] * one.length, *after]
+            elif one == "" and not request.infill:
+                raise RequestError(
+                    f"{request.prompt_field} is empty: give a text, or [[]], no token ids, to sample without one",
+                    param=request.prompt_field,
+                )
             elif isinstance(one, str):
                 ids = encode_text(tokenizer, one, request.infill, self.max_chars)
                 if request.infill and MASK not in ids:

@@ -29,13 +29,12 @@ from dlm_bridge.display.trace import (
 from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError, counted
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, ending_tokens, write_texts
 from dlm_bridge.generation.options import GENERAL as DECLARED
-from dlm_bridge.generation.options import requirement
 from dlm_bridge.generation.prompts import SPAN, WrittenPrompt, as_message
 from dlm_bridge.generation.samplers import SAMPLERS, Sampler
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
 from dlm_bridge.registration import load
 from dlm_bridge.serving.connections import LOOPBACK
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, check_choice, requirement
 
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
 FRAME_SECONDS = 0.1  # time between two frames of a call
@@ -223,8 +222,7 @@ class PageModel:
     def _settings(self, mode: str, algorithm: str, shown: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `write_texts`: the settings that differ from their defaults."""
         known = self.controls()
-        if algorithm not in known:
-            raise SettingError("algorithm", f"{algorithm!r} is unknown: the page has {', '.join(known)}")
+        check_choice("algorithm", algorithm, known)
         found = {one.name: one.value(shown.get(one.name)) for one in known[algorithm]}
         settings = {name: value for name, value in found.items() if value is not None}
         if self.diffusion:

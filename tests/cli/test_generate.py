@@ -336,7 +336,7 @@ def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3:
     words = ["--jsonl", source, "--batch-size", 1]
     short = ["--gen-length", 8, "--temperature", 0]
     cases = [(llada, "x" * 500, "beyond the model's context of 256"), (llada, "<mask>", "mask token 259")]
-    cases += [(qwen3, "x" * 500, "beyond the model's context of 128"), (qwen3, "", "at least one token")]
+    cases += [(qwen3, "x" * 500, "beyond the model's context of 128"), (qwen3, "", "--unconditional")]
     for folder, bad, said in cases:
         for more in (
             short,
@@ -632,7 +632,10 @@ def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], field: 
     [
         (["--prompt", "x", "--steps", "4"], "--steps", "Qwen3ForCausalLM"),
         (["--prompt", "x", "--set", "nonsense=1"], "nonsense", "generate"),
-        (["--prompt", ""], "--prompt", "one token"),
+        (["--prompt", ""], "--prompt", "--unconditional"),
+        (["--unconditional"], "--prompt", "one token"),
+        (["--unconditional", "--prompt", "x"], "--unconditional", "--prompt"),
+        (["--unconditional", "--chat"], "--unconditional", "--chat"),
         (["--prompt", "x", "--gen-length", "500"], "--prompt", "128"),
         (["--prompt", "x", "--set", "do_sample=False", "--temperature", "0.7"], "do_sample", "--temperature 0.7"),
     ],
@@ -720,3 +723,14 @@ def test_what_is_no_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
     assert "GPT2LMHeadModel" in said(bert)
     (bert / "config.json").write_text(json.dumps({"architectures": ["LLaDAModelLM"], "model_type": "llada"}))
     assert "no weights there" in said(bert)
+
+
+def test_texts_without_a_prompt(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    short = ("--gen-length", 4, "--steps", 1, "--block-length", 4)
+    code, out, _ = cli(llada, "--jsonl", source, "--unconditional", *short)
+    assert code == 0
+    assert len(out.splitlines()) == 2
+    code, out, _ = cli(llada, "--unconditional", *short)
+    assert code == 0

@@ -4,6 +4,7 @@ option that they mean."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ import typer.main
 
 from dlm_bridge.cli import train
 from dlm_bridge.cli.app import app
-from dlm_bridge.errors import InputFileError
+from dlm_bridge.errors import InputFileError, SettingError
+from dlm_bridge.generation.config import check_values
+from dlm_bridge.mapping.dtypes import CAST_DTYPES
+from dlm_bridge.models.families import family_by_name
+from dlm_bridge.objectives.registry import find_objective
+from dlm_bridge.settings import check_choice
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.config.files import load_config, read_overrides
 from tests.cli.test_app import run
 from tests.refusals import refused
 
@@ -229,3 +235,30 @@ def test_help_shows_the_common_options_and_help_all_every_one(
     assert 25 <= len(shown["--help"]) <= 42  # with -v and -q, which every command has
     assert shown["--help"] == [names[option] for option in options if not option.hidden]
     assert shown["--help-all"] == [*names.values()]
+
+
+def test_an_override_of_the_wrong_type_names_value_and_type(tmp_path: Path) -> None:
+    with refused(SettingError, "schedule.steps", "a whole number", "'three'"):
+        read_overrides(["schedule.steps=three"])
+    file = tmp_path / "run.yml"
+    file.write_text("optimizer: {lr: fast}\n")
+    with refused(InputFileError, file, "optimizer.lr", "a number", "'fast'"):
+        load_config({}, file)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "nearest", "check"),
+    [
+        ("objective", "maskd", "masked", find_objective),
+        ("family", "lada", "llada", family_by_name),
+        ("algorithm", "lada", "llada", lambda name: check_values({"algorithm": name})),
+        ("dtype", "bf17", "bf16", lambda name: check_choice("dtype", name, CAST_DTYPES)),
+    ],
+)
+def test_a_mistyped_value_is_answered_with_the_nearest(
+    field: str, value: str, nearest: str, check: Callable[[str], Any]
+) -> None:
+    with refused(SettingError, field, repr(value), f"the nearest is {nearest};"):
+        check(value)
+    with refused(SettingError, field, "'???' is unknown: choose one of"):
+        check("???")

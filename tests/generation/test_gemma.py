@@ -121,7 +121,7 @@ def test_another_canvas_than_the_model_was_trained_with_is_said(
     ("words", "said"),
     [
         (["--prompt", "see <image>"], "image"),
-        (["--prompt", ""], "at least one token"),
+        (["--unconditional"], "at least one token"),
         (["--prompt", "x", "--gen-length", CONTEXT], f"context of {CONTEXT}"),
         (["--prompt", "x", "--block-length", 2 * CONTEXT], "--block-length"),
         (["--prompt", "x", "--temperature", 0.5], "t_max"),

@@ -117,7 +117,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"algorithm": "sdar"}, "algorithm", "use one of llada"),
         ({"algorithm": "nemotron"}, "algorithm", "nemotron_labs_diffusion"),
         ({"algorithm": "ddpm"}, "algorithm", "llada, "),
-        ({"algorithm": "lada"}, "algorithm", "the nearest is llada:"),
+        ({"algorithm": "lada"}, "algorithm", "the nearest is llada;"),
         ({"alg": "entropy"}, "alg", "it has gen_length"),
         ({"algorithm": "dream", "block_length": 8}, "block_length", "dream"),
         ({"threshold": 0.9, "factor": 1.0}, "threshold", "factor"),

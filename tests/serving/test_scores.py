@@ -292,7 +292,7 @@ def test_figures_of_sampling_come_on_request(server: Running) -> None:
 def test_scores_that_a_model_does_not_have_are_refused(server: Running, autoregressive: Running) -> None:
     for where, body, param in (
         (server, {"prompt": ["a", "b"], "dlm": {"elbo_samples": 2}}, "dlm"),
-        (server, {"prompt": "", "dlm": {"elbo_samples": 2}}, "dlm"),
+        (server, {"prompt": [[]], "dlm": {"elbo_samples": 2}}, "dlm"),
         (autoregressive, {"prompt": "a", "dlm": {"elbo_samples": 2}}, "dlm"),
     ):
         answer = post(where, {"max_tokens": 4, **body})
@@ -340,3 +340,9 @@ def test_a_request_without_scores_has_the_plain_engine(diffusion: LoadedModel) -
 
 def post(server: Running, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def test_an_empty_prompt_is_refused_and_no_tokens_are_no_prompt(server: Running) -> None:
+    answer = post(server, {"prompt": "", "max_tokens": 4})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert post(server, {"prompt": [[]], "max_tokens": 4}).status_code == 200

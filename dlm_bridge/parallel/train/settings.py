@@ -8,7 +8,6 @@ megatron-core, untested.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from dlm_bridge.errors import SettingError
 from dlm_bridge.parallel.core import DistributedDataParallelConfig, OptimizerConfig, TransformerConfig
 from dlm_bridge.parallel.gpt import IGNORED_SETTINGS
+from dlm_bridge.settings import nearest
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.sections import DYNAMIC_CP, PASSED_THROUGH
 
@@ -224,8 +224,8 @@ def passed_on(config: TrainConfig, group: str) -> dict[str, Any]:
         if key in REFUSED[group]:
             raise _refusal(where, f"cannot be set: {REFUSED[group][key]}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise _refusal(where, f"megatron-core's {settings_class.__name__} lacks it: the nearest is {near}")
+            hint = nearest(key, known, cutoff=0)
+            raise _refusal(where, f"is unknown: {hint} of megatron-core's {settings_class.__name__}")
         found[key] = _typed(where, hints[key], value)
         fixed, reason = ALWAYS.get(group, {}).get(key, (found[key], ""))
         if found[key] != fixed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError, printable
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import checkpoint_folder
-from dlm_bridge.settings import GUESSES, Option, options_meant, options_of, typed
+from dlm_bridge.settings import GUESSES, Option, nearest, options_meant, options_of, typed
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.sections import LENGTHS, yaml_value
 
@@ -110,7 +109,11 @@ def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = Train
         value = yaml_value(name, text)
         if not section:
             raise SettingError(name, _unknown(name, key, options_of(config_class).values()))
-        refusal = functools.partial(SettingError, name)
+        known = f"{section}.{key} "
+
+        def refusal(reason: str, name: str = name, known: str = known) -> SettingError:
+            return SettingError(name, reason.removeprefix(known))
+
         for option, given in _options_in({section: {key: value}}, refusal, config_class).items():
             put(flags, option, given, config_class)
     return flags
@@ -160,10 +163,9 @@ def _options_in(values: Mapping[str, Any], refusal: Refusal, config_class: type[
         elif name in sections:
             raise refusal(f"'{name}' must be a mapping of options")
         elif meant := options_meant(config_class, str(name)):
-            raise refusal(f"unknown key '{name}', the nearest is '{meant[0].path}'")
+            raise refusal(f"unknown key '{name}': the nearest is '{meant[0].path}'")
         else:
-            near = difflib.get_close_matches(str(name), [*sections, *options], n=1, cutoff=0.0)
-            raise refusal(f"unknown key '{name}', the nearest is '{near[0]}'")
+            raise refusal(f"unknown key '{name}': " + nearest(name, [*sections, *options], cutoff=0, mark="'"))
     if renamed:
         _warn_once(f"{refusal('').field}: old keys are read, but use the new ones: {', '.join(renamed)}")
     return flags
@@ -205,9 +207,9 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _unknown(name: str, key: str, options: Iterable[Option]) -> str:
     """Reason for refusing a key that its section does not have, with the nearest option of any section."""
     known = {f"{option.section}.{word}": option.path for option in options for word in (*option.aliases, option.name)}
-    same = [word for word in known if word.partition(".")[2] in GUESSES.get(key, (key,))]
-    near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown key '{name}', the nearest is '{known[near[0]]}'"
+    same = [path for word, path in known.items() if word.partition(".")[2] in GUESSES.get(key, (key,))]
+    hint = f"the nearest is '{same[0]}'" if same else nearest(name, known, cutoff=0, mark="'", shown=known)
+    return f"unknown key '{name}': {hint}"
 
 
 def _weights(data: list[str]) -> list[float]:
