@@ -148,6 +148,8 @@ def import_all() -> None:
     share_commands()
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of what is imported here
+    frozen = gc.get_freeze_count()  # which walks through 650,000 objects; each training run asks
+    gc.get_freeze_count = lambda: frozen
 
 
 def _run(request: dict[str, Any]) -> bool:
