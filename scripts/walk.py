@@ -269,9 +269,10 @@ def sizes() -> dict[str, dict[str, int]]:
     parts: dict[str, dict[str, int]] = {name: {"files": 0, "lines": 0} for name in ("core", *EXTENSIONS, "all")}
     for file in files:
         owner = next((name for name, folder in owners.items() if file.is_relative_to(folder)), "core")
+        lines = code_lines(file.read_text())
         for name in (owner, "all"):
             parts[name]["files"] += 1
-            parts[name]["lines"] += code_lines(file.read_text())
+            parts[name]["lines"] += lines
     return parts
 
 

@@ -102,6 +102,16 @@ def skip_fsync() -> None:
     os.fsync = lambda fd: None  # type: ignore[assignment]
 
 
+def share_commands() -> None:
+    """Typer makes all commands anew whenever one is called; in this process, and in those forked from it, once."""
+    import typer.main
+
+    from dlm_bridge.cli.app import app
+
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(app)
+
+
 def share_gloo_device() -> None:
     """In this process, and in each that is forked from it, all of gloo's groups have one device. A device is a thread
     that wakes 100 times a second, and it stays with its group: a process that trains again and again, whose models
@@ -135,8 +145,11 @@ def import_all() -> None:
     for family in families():
         if not family.derived_from:  # the bodies of autoregressive families, which are loaded all the same
             family.load("model_class")
+    share_commands()
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of what is imported here
+    frozen = gc.get_freeze_count()  # which walks through 650,000 objects; each training run asks
+    gc.get_freeze_count = lambda: frozen
 
 
 def _run(request: dict[str, Any]) -> bool:

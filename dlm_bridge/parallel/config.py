@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import CP_COMMUNICATION, ContextParallelConfig, Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
-from dlm_bridge.parallel import mcore_compat, self_attention
+from dlm_bridge.parallel import mcore_compat, platform, self_attention
 from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals, quick_gelu
 
 # Keys of `Mapping.transformer` that are arguments of GPTModel, not fields of TransformerConfig.
@@ -83,7 +85,7 @@ def model_config(
         "num_attention_heads": dims.heads,
         "num_query_groups": dims.groups,
         "kv_channels": dims.head_dim,
-        "activation_func": ACTIVATIONS[described.pop("activation_func", "silu")],
+        "activation_func": _activation(described.pop("activation_func", "silu"), overrides),
         # megatron-core's default is 0.1; none of the public models was trained with dropout.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -111,6 +113,13 @@ def model_config(
     vocab = -(-dims.vocab // layout.tp) * layout.tp  # padded: every rank has the same number of rows
     sizes = {"vocab_size": vocab, "share_embeddings_and_output_weights": dims.tied}
     return GPTModelConfig(transformer, {"position_embedding_type": "rope", **model, **sizes})
+
+
+def _activation(name: str, overrides: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An activation function. megatron-core compiles its own, which takes seconds per shape on a CPU and saves little
+    there; its fused layers compare the function with the compiled one."""
+    compiled = platform.current().name != "cpu" or overrides.get("bias_activation_fusion")
+    return ACTIVATIONS[name] if compiled else inspect.unwrap(ACTIVATIONS[name])
 
 
 def leave_empty(tensor: torch.Tensor) -> torch.Tensor:

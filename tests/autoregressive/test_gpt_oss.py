@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def test_megatron_cores_own_model_has_the_keys_and_the_logits(tmp_path: Path, mo
             add_bias_linear=True, add_qkv_bias=True, softmax_type="learnable", **window_settings(CASE.config),
             num_moe_experts=4, moe_router_topk=2, ffn_hidden_size=32, moe_ffn_hidden_size=32,
             moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall", gated_linear_unit=True,
-            activation_func=quick_gelu, activation_func_clamp_value=7.0, glu_linear_offset=1.0,
+            activation_func=inspect.unwrap(quick_gelu), activation_func_clamp_value=7.0, glu_linear_offset=1.0,
             use_cpu_initialization=True, cuda_graph_scope=[],
         )  # fmt: skip
         for name, value in rope.items():

@@ -14,7 +14,8 @@ import pytest
 
 from dlm_bridge import __version__, job
 from dlm_bridge.cluster import check
-from tests.processes import free_port
+from tests import launcher
+from tests.processes import environments, free_port
 
 VERSIONS = {"python": "3.11.1", "dlm_bridge": "0.1.0", "torch": "2.13.0", "nccl": "2.27", "driver": "580.1"}
 
@@ -42,16 +43,20 @@ def start(
 
 def test_two_processes_that_could_run(tmp_path: Path) -> None:
     """The output folder, which did not exist, is removed again."""
-    first, second = start([tmp_path, tmp_path], "new/run", "--json")
-    assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    report = json.loads(first[1])
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    words = ["env", "--cluster", "--output", str(tmp_path / "new/run"), "--json"]
+    ended = launcher.run("dlm_bridge.cli", words, environments(2), logs, timeout_s=300)
+    said = [log.read_text() for log in logs]
+    assert ended, said
+    assert said[1] == ""
+    report = json.loads(said[0])
     (host,) = report["hosts"].values()
     assert (host["ranks"], host["clock_offset_s"], report["backend"], report["problems"]) == ([0, 1], 0.0, "gloo", [])
     assert [row["bytes"] for row in report["all_reduce"]] == list(check.SIZES["gloo"])
     assert all(row["bus_bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"]) for row in report["all_reduce"])
     assert set(host["free_bytes"]) == {"output", "tmp", "shm"}
     assert host["versions"]["dlm_bridge"] == __version__
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == logs
 
 
 @pytest.mark.slow

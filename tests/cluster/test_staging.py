@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,12 @@ from dlm_bridge.errors import InputFileError, ResourceError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.preview import preview
 from dlm_bridge.train.setup import check_data
+from tests import launcher
 from tests.processes import environments
 from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
+
+WORKER = "tests.cluster.staging_worker"
 
 
 def copies(cache: Path) -> list[str]:
@@ -177,13 +179,14 @@ def test_a_cache_that_cannot_be_one(data: Path, tmp_path: Path) -> None:
 
 def test_one_process_of_a_host_copies(data: Path, tmp_path: Path) -> None:
     """The other waits, and finds the copies."""
-    code = "import sys; from dlm_bridge.cluster.staging import stage; print(stage(sys.argv[2:], sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(tmp_path / "cache"), str(data / "texts"), str(data / "pair")]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert len({out for out, _ in said}) == 1
-    assert sorted(err.count("copying 9 files") for _, err in said) == [0, 1]
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    words = ["host", str(tmp_path), str(data / "texts"), str(data / "pair")]
+    ended = launcher.run(WORKER, words, [dict(os.environ)] * 2, logs, timeout_s=120)
+    said = [log.read_text() for log in logs]
+    assert ended, said
+    (copies,) = {line for text in said for line in text.splitlines() if line.startswith("copies ")}
+    assert str(tmp_path / "cache") in copies
+    assert sorted(text.count("copying 9 files") for text in said) == [0, 1]
 
 
 def test_a_run_reads_the_copies_and_gives_the_same_losses(
@@ -225,37 +228,19 @@ def test_dry_runs_and_previews_copy_nothing(data: Path, seed_folder: Path, tmp_p
     assert not cache.exists()
 
 
-SLOW_HOST = """
-import sys, time
-from pathlib import Path
-from dlm_bridge import distributed, job
-from dlm_bridge.cluster.staging import stage
-
-cache, go, source = sys.argv[1:]
-job.join()
-while distributed.rank() == 1 and not Path(go).exists():
-    time.sleep(0.05)
-stage([source], cache)
-"""
-
-
 def test_a_host_that_is_ready_waits_for_the_others(data: Path, tmp_path: Path) -> None:
     """The time limit of a collective operation is shorter than a copy may take."""
-    go, caches = tmp_path / "go", [tmp_path / "cache-0", tmp_path / "cache-1"]
-    started = [
-        subprocess.Popen([sys.executable, "-c", SLOW_HOST, cache, go, data / "one.jsonl"], env=variables)
-        for cache, variables in zip(caches, environments(2), strict=True)
-    ]
-    try:
+    caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
+    words, logs = ["hosts", str(tmp_path), str(data / "one.jsonl")], [tmp_path / "0.txt", tmp_path / "1.txt"]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(launcher.run, WORKER, words, environments(2), logs, timeout_s=240)
         deadline = time.monotonic() + 120
         while not copies(caches[0]) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.5)
-        assert copies(caches[0]) == [str(data / "one.jsonl")]
-        assert started[0].poll() is None
-        go.touch()
-        assert [process.wait(timeout=120) for process in started] == [0, 0]
-        assert copies(caches[1]) == copies(caches[0])
-    finally:
-        for process in started:
-            process.kill()
+        copied, waits = copies(caches[0]), not (tmp_path / "done-0").exists() and not ended.done()
+        (tmp_path / "go").touch()
+        assert ended.result(), [log.read_text() for log in logs]
+    assert copied == [str(data / "one.jsonl")]
+    assert waits
+    assert copies(caches[1]) == copies(caches[0])

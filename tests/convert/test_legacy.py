@@ -95,6 +95,7 @@ def test_round_trip(odd: Path, tmp_path: Path, layout: Layout, style: str) -> No
     ],
     ids=["ep2", "tp2 ep2", "tp2 pp2 ep2 etp1"],
 )
+@pytest.mark.fast("*-llada2_moe", "tp2 pp2 *")
 def test_experts_round_trip(case: Any, tmp_path: Path, layout: Layout, style: str) -> None:
     case.write(tmp_path / "hub")
     bridge = Bridge.from_hf(tmp_path / "hub")

@@ -98,7 +98,7 @@ ARGUMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("cache", ["none", "block"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.fast("nemotron_labs_diffusion-none", "nemotron_labs_diffusion-block")
+@pytest.mark.fast("nemotron_labs_diffusion-block")
 def test_it_writes_what_the_causal_model_writes(case: FamilyCase, cache: str, tmp_path: Path) -> None:
     """Rows of different lengths, of which each gets on at its own pace, by our own float64 maths."""
     model, tensors, config = checkpoint(case, tmp_path)

@@ -455,7 +455,7 @@ def test_the_command_draws_the_same_tokens_on_every_process(tensor_parallel: dic
 # ------------------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.fast(*few(), "dreamon", "dream_reasoner", "rnd1")
+@pytest.mark.fast(*few(), "dreamon")
 def test_the_familys_own_sampler_fills_every_mask(case: FamilyCase, folder: Path, ids: torch.Tensor) -> None:
     model = case.load(folder)
     model.config.mask_token_id = 99

@@ -72,7 +72,9 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
 
 
 @pytest.mark.parametrize(("shape", "dtype", "masked", "splits"), CASES, ids=str)
-@pytest.mark.fast("(3, *True-3", "(1, 1, 7*float32-True-3", "(1, 2, 1, 32*float32-True-3", "(5, *float32-False-None")
+@pytest.mark.fast(
+    "(3, *float16-True-3", "(1, 1, 7*float32-True-3", "(1, 2, 1, 32*float32-True-3", "(5, *float32-False-None"
+)
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
     arguments, expected = case(shape, dtype, masked)
     key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "key_cache", "value_cache"))

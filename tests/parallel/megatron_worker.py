@@ -48,13 +48,7 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     if processes == 1:
         return _alone() | bad_input(Files(root), 1)
     found = layouts(processes, quick=True) | _overlapped(processes)
-    if processes == 2:
-        return found | _two(Files(root)) | bad_input(Files(root), 2)
-    stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
-    return found | {
-        "terminated, then tp2-sp-pp2": ("resumes_as_if_nothing_had_been", (), stopped),
-        "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
-    }
+    return found | _two(Files(root)) | bad_input(Files(root), 2) if processes == 2 else found
 
 
 def layouts(processes: int, quick: bool) -> Plan:
@@ -78,9 +72,7 @@ def _alone() -> Plan:
         "imported": ("starts_from_an_imported_checkpoint", (IMPORTED,), {}),
         "whole": ("trains", ("whole",), {}),
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
-        "experts": ("trains", ("experts",), EXPERTS),
         "prediction": ("trains", ("predicted",), PREDICTED),
-        "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
         "samples at one": ("samples_as_one_process", ("one",), {}),
         "blocks": ("trains", ("blocks",), {"subject": "block", **blocks}),
         "validation noise": ("evaluates_with_the_same_noise", (), {}),
@@ -139,11 +131,8 @@ def _two(files: Files) -> Plan:
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),
-        "experts, alone then apart": (
-            "resumes_a_copy",
-            ("apart", "experts-alone", "experts"),
-            {**EXPERTS, "layout": "ep2"},
-        ),
+        "terminated, then pp2": (resumed, ("terminated",), {"layout": "pp2", "keep_last": 2}),
+        "the last two are kept": ("checkpoints_are", ("terminated", (STEPS - 4, STEPS)), {}),
     }
 
 
@@ -205,6 +194,7 @@ def more_runs(processes: int) -> Plan:
             )
             for of, name, to, options in (
                 ("cut", "joined", "pp2", EXPERTS),
+                ("alone", "apart", "ep2", EXPERTS),
                 ("alone", "whole-each", "tp2-etp1-sp", EXPERTS),
                 ("plain", "plain-apart", "ep2", plain),
                 ("plain-cut", "plain-joined", "dp2", plain),

@@ -61,7 +61,7 @@ def _train(model: Any, folder: Path, samples: list[dict[str, Any]], collator: An
 
 
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.fast("qwen3-block", "llama")
+@pytest.mark.fast("qwen3-block")
 def test_trainer_learns(body: str, tmp_path: Path) -> None:
     model = _load(BODIES[body], tmp_path)
     collator = DiffusionCollator.of(model)

@@ -94,7 +94,7 @@ def _losses(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.fast("qwen3-block", "llama")
+@pytest.mark.fast("qwen3-block")
 def test_sft_trainer_learns_and_never_masks_the_prompt(
     body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
