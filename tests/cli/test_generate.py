@@ -589,7 +589,7 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--system", "y"], "--system", "--chat"),
         (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args", "a: "),
         (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args", "tokenize"),
-        (["--prompt", "x", "--chat"], "", "--tokenizer"),
+        (["--prompt", "x", "--chat"], "", "chat_template.jinja"),
         (["--prompt", "x", "--gen-length", "0"], "--gen-length", "0"),
         (["--prompt", "x", "--set", "remaskng=random"], "remaskng", "remasking"),
         (["--prompt", "x", "--set", "remasking"], "--set", "remasking"),
