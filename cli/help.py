@@ -8,6 +8,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -101,6 +102,8 @@ class Command(TyperCommand):
             if error.ctx is None:  # type: ignore[attr-defined]
                 error.ctx = ctx  # type: ignore[attr-defined]
             _refuse_text(getattr(error, "param", None), args, error.message)  # type: ignore[attr-defined]
+            if type(error) is typer.BadParameter and error.param is not None:
+                raise SettingError(str(error.param.name), error.message) from None
             if hasattr(error, "possibilities"):  # an unknown option
                 answer = self.answer(error.option_name)  # type: ignore[attr-defined]
                 error.possibilities = None
@@ -184,8 +187,8 @@ class ModelCommand(Command):
 
 
 def _refuse_text(option: Any, words: Sequence[str], reason: str) -> None:
-    """Raise SettingError if `option`, a number, was refused for a value in `words`. The reason contains the value,
-    which `reason`, the message of Typer, does not in newer versions."""
+    """Raise SettingError if `option` takes a number, its value in `words` is none, and `reason` does not contain the
+    value, as newer versions of Typer do not."""
     kinds: dict[str, Callable[[str], float]] = {"INT": int, "FLOAT": float}
     number = kinds.get(_type_name(option)) if option is not None else None
     if number is None:
@@ -193,10 +196,17 @@ def _refuse_text(option: Any, words: Sequence[str], reason: str) -> None:
     for _, text in split_option(words, option.opts)[1][-1:]:
         try:
             number(text)
-            wanted = f"{text}: {reason}"  # out of range
         except ValueError:
-            wanted = f"must be {kind_text(number)}, not {text!r}"
-        raise SettingError(option.name, reason if text in reason else wanted) from None
+            if text not in reason:
+                raise SettingError(option.name, f"must be {kind_text(number)}, not {text!r}") from None
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    with suppress(ValueError):
+        if (number := int(text)) > 0:
+            return number
+    raise typer.BadParameter(f"must be a whole number of at least 1, not {text!r}")
 
 
 def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import split_option, with_parameters
+from dlm_bridge.cli.help import positive, split_option, with_parameters
 from dlm_bridge.distributed import launched
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.processes import GRACE_S, how_it_ended, report
@@ -46,7 +46,9 @@ def with_processes(command: Callable[..., None]) -> Callable[..., None]:
         arguments, _ = split_option(sys.argv[1:], NAMES)
         raise SystemExit(run_processes(count, arguments))  # typer.Exit(130) would report an interrupt again
 
-    option = typer.Option(NAMES[0], min=1, metavar="N", help="Run in N processes on this machine, one per GPU.")
+    option = typer.Option(
+        NAMES[0], parser=positive, metavar="N", help="Run in N processes on this machine, one per GPU."
+    )
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     return with_parameters(
         on_processes,

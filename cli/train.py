@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge import processes, terminal
-from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
+from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, positive, refuse_two, with_parameters
 from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import counted, printable
@@ -70,7 +70,8 @@ GPUS = Annotated[
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
 PREVIEW = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Show the first N rows with trained tokens in colour, and exit.")
+    int | None,
+    typer.Option(parser=positive, metavar="N", help="Show the first N rows with trained tokens in colour, and exit."),
 ]
 SFT_JSON = Annotated[
     bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one per row.")
