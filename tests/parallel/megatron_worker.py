@@ -25,6 +25,7 @@ EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
 PREDICTED = {"subject": "predicting", "from_scratch": False, "steps": 4, "adam_eps": 1e-3, "save_interval": 2}
 LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 SINKS = {"subject": "sinks", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
+DENSE = {"subject": "masked", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 IMPORTED = Cell("masked", False, "one")
 Recomputed = tuple[tuple[Cell, str, str, dict[str, Any]], ...]
 RECOMPUTED: Recomputed = (
@@ -151,6 +152,7 @@ def more_runs(processes: int) -> Plan:
     if processes == 1:
         return {
             "experts": ("trains", ("experts",), EXPERTS),
+            "dense": ("trains", ("dense",), DENSE),
             "latent attention": ("trains", ("latent",), LATENT),
             "sinks": ("trains", ("sinks",), SINKS),
             "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
@@ -159,7 +161,10 @@ def more_runs(processes: int) -> Plan:
         }
     if processes == 4:
         options = {**EXPERTS, "layout": "ep2-pp2"}
-        return {"experts, ep2 then ep2-pp2": (resumed, ("experts-cut", "experts"), options)}
+        return {
+            "experts, ep2 then ep2-pp2": (resumed, ("experts-cut", "experts"), options),
+            "dense, tp2-sp then tp2-sp-pp2": (resumed, ("dense-cut", "dense"), {**DENSE, "layout": "tp2-sp-pp2"}),
+        }
     return {
         f"masters {cell}": ("masters_are_as_stored", (cell,), {"distributed_optimizer": True})
         for cell in (Cell("masked", False, "dp2"), Cell("masked-tied", False, "pp2"))
@@ -171,6 +176,7 @@ def more_runs(processes: int) -> Plan:
             (Cell("block-moe", False, "ep2"),),
             {},
         ),
+        "dense stops": ("trains", ("dense-cut",), {**DENSE, "layout": "tp2-sp", "steps": 2}),
         "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
         "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
         "sinks stop": ("trains", ("sinks-cut",), {**SINKS, "layout": "tp2-sp", "steps": 2}),
