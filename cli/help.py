@@ -8,7 +8,6 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -199,14 +198,6 @@ def _refuse_text(option: Any, words: Sequence[str], reason: str) -> None:
         except ValueError:
             if text not in reason:
                 raise SettingError(option.name, f"must be {kind_text(number)}, not {text!r}") from None
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    with suppress(ValueError):
-        if (number := int(text)) > 0:
-            return number
-    raise typer.BadParameter(f"must be a whole number of at least 1, not {text!r}")
 
 
 def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -19,10 +19,11 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import positive, split_option, with_parameters
+from dlm_bridge.cli.help import split_option, with_parameters
 from dlm_bridge.distributed import launched
 from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.processes import GRACE_S, how_it_ended, report
+from dlm_bridge.settings import check_minimum
 
 NAMES = ("--nproc-per-node", "--nproc_per_node")
 FAILURES = (1, 2, 130)  # exit codes with which a process ends while the others may wait for it
@@ -36,6 +37,7 @@ def with_processes(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def on_processes(nproc_per_node: int | None = None, **given: Any) -> None:
+        check_minimum("nproc_per_node", nproc_per_node)
         if nproc_per_node is not None and launched():
             reason = "the processes are started already, by torchrun or another launcher: omit one of them"
             raise SettingError("nproc_per_node", reason)
@@ -46,9 +48,7 @@ def with_processes(command: Callable[..., None]) -> Callable[..., None]:
         arguments, _ = split_option(sys.argv[1:], NAMES)
         raise SystemExit(run_processes(count, arguments))  # typer.Exit(130) would report an interrupt again
 
-    option = typer.Option(
-        NAMES[0], parser=positive, metavar="N", help="Run in N processes on this machine, one per GPU."
-    )
+    option = typer.Option(NAMES[0], metavar="N", help="Run in N processes on this machine, one per GPU.")
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     return with_parameters(
         on_processes,

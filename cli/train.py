@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge import processes, terminal
-from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, positive, refuse_two, with_parameters
+from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import counted, printable
 from dlm_bridge.registration import load
-from dlm_bridge.settings import GUESSES, Option, nearest, options_meant, options_of
+from dlm_bridge.settings import GUESSES, Option, check_minimum, nearest, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, put, read_overrides
 
@@ -71,7 +71,7 @@ GPUS = Annotated[
 AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
 PREVIEW = Annotated[
     int | None,
-    typer.Option(parser=positive, metavar="N", help="Show the first N rows with trained tokens in colour, and exit."),
+    typer.Option(metavar="N", help="Show the first N rows with trained tokens in colour, and exit."),
 ]
 SFT_JSON = Annotated[
     bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one per row.")
@@ -164,6 +164,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
         given = given_flags(context.params)
         file, resume = take_words(given, TrainConfig), given.pop("resume")
         shown, as_json = given.pop("preview", None), given["json"]
+        check_minimum("preview", shown)
         if shown is not None:
             given |= {"json": False, "output": given.get("output", "preview")}  # not written
         planned = taken_dry_run(given)

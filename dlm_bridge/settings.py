@@ -266,11 +266,12 @@ def nearest(
 
 def check_choice(field: str, value: object, choices: Iterable[str], more: str = "") -> None:
     """Raise SettingError, whose reason ends with `more`, for a value that is not among the choices."""
-    if value not in (known := list(choices)):
-        hint = nearest(value, known := list(filter(None, known)))
-        raise SettingError(
-            field, f"{value!r} is unknown: {hint and f'{hint}; '}choose one of {', '.join(known)}{more}"
-        )
+    known = list(choices)
+    if value not in known:
+        names = list(filter(None, known))
+        hint = nearest(value, names)
+        near = f"{hint}; " if hint else ""
+        raise SettingError(field, f"{value!r} is unknown: {near}choose one of {', '.join(names)}{more}")
 
 
 def check_minimum(field: str, value: float | None, minimum: float = 1) -> None:

@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         (["import", "a", "b", "--tp=1.5"], "--tp: must be a whole number, not '1.5'"),
         (["generate", "m", "--temperature", "warm"], "--temperature: must be a number, not 'warm'"),
         (["sft", "m", "--global_batch_size=many"], "--global-batch-size: must be a whole number, not 'many'"),
-        (["sft", "m", "--preview", "0"], "--preview: must be a whole number of at least 1, not '0'"),
+        (["sft", "m", "--preview", "0"], "--preview: must be at least 1, not 0"),
         (["generate", "m", "--prompt"], "(see dlm-bridge generate --help)"),
         (["pretrain", "--cp", "auto"], "docs/megatron.md"),
         (["pretrain", "--cp", "x"], "--cp: must be a whole number, not 'x'"),

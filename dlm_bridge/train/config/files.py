@@ -109,14 +109,15 @@ def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = Train
         value = yaml_value(name, text)
         if not section:
             raise SettingError(name, _unknown(name, key, options_of(config_class).values()))
-        known = f"{section}.{key} "
-
-        def refusal(reason: str, name: str = name, known: str = known) -> SettingError:
-            return SettingError(name, reason.removeprefix(known))
-
+        refusal = functools.partial(_refused_word, name, f"{section}.{key} ")
         for option, given in _options_in({section: {key: value}}, refusal, config_class).items():
             put(flags, option, given, config_class)
     return flags
+
+
+def _refused_word(name: str, path: str, reason: str) -> SettingError:
+    """Error of a word, whose name says already what a reason of `_options_in` begins with."""
+    return SettingError(name, reason.removeprefix(path))
 
 
 def put(flags: dict[str, Any], name: str, value: Any, config_class: type[TrainConfig]) -> None:
